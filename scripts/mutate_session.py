@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant("undo-never-learnt", HABITS, "if not quiet and not self.undo:", "if False:"),
     Mutant("changed-never-learnt", HABITS, "if changed and not self.reseal and not self.changed:", "if False:"),
     # -- the start -----------------------------------------------------------------------------------------
-    Mutant("own-objects-are-common", SESSION, "registry.habits.own = sorted({*registry.habits.own, *objects})", "pass"),
-    Mutant("own-settings-are-common", SESSION, "registry.habits.own_settings = settings", "pass"),
+    Mutant("own-objects-are-common", SESSION, "registry.habits.add_own(objects)", "pass"),
+    Mutant("own-settings-are-common", SESSION, "registry.habits.begin_with_own_settings(settings)", "pass"),
     Mutant(
         "replicas-not-compared", PROOF, "    if not split([summary for _, summary in everybody]):", "    if everybody:"
     ),

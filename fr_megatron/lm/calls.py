@@ -144,7 +144,7 @@ class ProtectedLoop:
             return body()
         loop = None if self._made is None else self._made.loop
         if loop is not None and not self._recovery.in_call:
-            loop.kind = kind
+            loop.enter_call(kind)
         return self._recovery.call(kind, body, skipped=skipped, loop=loop, ahead=self._skips_ahead)
 
     @property

@@ -185,6 +185,10 @@ class LMLoop:
         self._common: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
+    def enter_call(self, kind: str) -> None:
+        """A call is about to be made, or skipped."""
+        self.kind = kind
+
     def finished(
         self,
         iteration: int,

@@ -16,6 +16,7 @@ from flashrecovery.plan.divergence import Past
 from flashrecovery.worker.consistency import divergence_check
 from flashrecovery.worker.consistency.divergence_check import DivergenceCheck, Unequal
 from flashrecovery.worker.consistency.early_writes import EarlyWriteDetector
+from flashrecovery.worker.local_state.step_profile import TOUCHED
 from flashrecovery.worker.step.collectives import CollectiveWatch
 from flashrecovery.worker.step.transaction import Transaction
 
@@ -163,7 +164,7 @@ def test_a_step_that_has_changed_tensors_early_lets_all_later_ones_be_copied(mon
     step = Step(monkeypatch).forward()
     step.touches.seen.return_value = True
     step.transaction.mutating()
-    assert step.habits.touched is True
+    step.habits.hear.assert_called_once_with(TOUCHED)
     step.worker.notice.assert_called_once()
     step.copies.before_mutation.assert_called_once_with(5, touched=True)
 

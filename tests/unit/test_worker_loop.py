@@ -15,6 +15,8 @@ from flashrecovery import groups
 from flashrecovery.errors import JobFailedError, StepInterrupted
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
+from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.local_state.step_profile import StepProfile
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.session import Session
 from flashrecovery.worker.step import activation_release
@@ -49,7 +51,7 @@ class Rank:
         self.registry, self.gate = self.worker.registry, self.worker.gate
         self.weight = torch.zeros(3)
         shard = Weight(self.weight)
-        self.stream = SimpleNamespace(void=False, ended=False, leave_samplers=lambda: None)
+        self.stream = DataStream([])
         adapter = MagicMock(whole_framework=True)
         adapter.reset.side_effect = self._writes("reset")
         self.registry.adapters, self.registry.streams = [adapter], [self.stream]
@@ -213,7 +215,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(f"flashrecovery.worker.session.{name}", MagicMock())
     monkeypatch.setattr("flashrecovery.worker.session.find_own", lambda registry: (["buffer"], ["seed"]))
     worker = MagicMock(rank=1)
-    worker.registry.habits.own = ["declared"]
+    worker.registry.habits = StepProfile(own=["declared"])
     settings = SimpleNamespace(elastic=None, parallelism=None)
     parts = dict.fromkeys(("_checkpoint_published", "_checkpoint_failed"))
     return SimpleNamespace(_loop=None, _worker=worker, registry=worker.registry, settings=settings, **parts)

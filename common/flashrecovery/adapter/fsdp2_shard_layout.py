@@ -204,7 +204,8 @@ class FSDP2ShardLayout(RuledShardLayout):
             one = self._sharded[fqn]
             _exchange(one.entry, new.padded, new.length)
             self._put_state(one, new)
-            one.shard.name, one.shard.holders = self._shard_name(fqn, place, size), (place,)
+            one.shard.rename(self._shard_name(fqn, place, size))
+            one.shard.hold_by((place,))
         for optimizer in self._optimizers:
             StateOrder.of(optimizer).settle()
         forget_dispatch()

@@ -249,6 +249,12 @@ class SeenBy(BaseModel):
     version: int = -1
     step_s: float = 0.0
 
+    def look(self, sample: Sample) -> None:
+        """It has looked once more."""
+        self.at_s = sample.at
+        self.version = sample.version if sample.version >= 0 else self.version
+        self.step_s = sample.step.middle if sample.step is not None else self.step_s
+
 
 class TimelineFile(BaseModel):
     """``timeline.json`` of a run directory."""
@@ -295,10 +301,7 @@ class Timeline:
         self.whole.add(sample.at, found)
         self.recent.add(sample.at, found)
         if self.controllers:
-            seen = self.controllers[-1]
-            seen.at_s = sample.at
-            seen.version = sample.version if sample.version >= 0 else seen.version
-            seen.step_s = sample.step.middle if sample.step is not None else seen.step_s
+            self.controllers[-1].look(sample)
 
     def _steps(self, sample: Sample) -> int:
         """How many have been committed since the sample before: iterations where there are some."""

@@ -91,7 +91,7 @@ class Server:
                 bound = int(self.grpc.add_secure_port(f"{host}:{port}", self._tls.listening()))
         except RuntimeError as e:
             raise ConfigError(f"{host}:{port}: the address cannot be bound: {e}") from e
-        self._listener.name = agent_at(f"{host}:{bound}") if name is None else name
+        self._listener.listen_as(agent_at(f"{host}:{bound}") if name is None else name)
         await self.grpc.start()
         return bound
 

@@ -141,6 +141,10 @@ class Listener:
         self._sessions: dict[bytes, _Session] = {}  # the oldest first
         self.name = name
 
+    def listen_as(self, name: str) -> None:
+        """Callers know it by this name from now on."""
+        self.name = name
+
     def answer(self, nonce: bytes, now: float) -> Answer:
         """The answer to a caller's random number. Raises AuthenticationError if ``nonce`` is none."""
         if len(nonce) != NONCE_BYTES:

@@ -41,6 +41,14 @@ class Shard(ABC):
     name: str
     holders: tuple[int, ...]
 
+    def rename(self, name: str) -> None:
+        """It is another piece of the whole, or is told apart from others by a longer name."""
+        self.name = name
+
+    def hold_by(self, holders: tuple[int, ...]) -> None:
+        """These ranks hold an equal piece now."""
+        self.holders = holders
+
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors by key, plain local tensors (no DTensor), in a fixed order; never a copy."""

@@ -214,7 +214,7 @@ class _Protected:
             return result
 
         ahead = self._training.skips_ahead and not self._stops and kind.startswith(("train:", "log:", "on_"))
-        self._loop.kind = kind
+        self._loop.enter_call(kind)
         result = self._recovery.call(kind, made, skipped=passed, loop=self._loop, ahead=ahead)
         self._held.check()
         return result

@@ -8,7 +8,7 @@ have written which count.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -32,6 +32,10 @@ class KnownFiles:
             callback.file_exists = functools.partial(self._exists, number, callback)
             for method in ("_save_checkpoint", "_link_checkpoint", "_remove_checkpoint"):
                 setattr(callback, method, self._noting(number, callback, getattr(callback, method)))
+
+    def restore(self, names: Iterable[str]) -> None:
+        """These are known, and no others."""
+        self.names = {*names}
 
     @staticmethod
     def _name(number: int, callback: Any, path: Any) -> str:

@@ -81,9 +81,7 @@ def protected_fit(trainer: Any, fit: Callable[..., Any]) -> Callable[..., Any]:
     if not init().enabled:
         return fit
     TRAINER.require()
-    if Fit.begun:
-        raise refused("a second fit() in one process: a replacement would make the first one again")
-    Fit.begun = True
+    Fit.begin_only_one()
     _check_trainer(trainer)
     return functools.partial(_fit, trainer, fit)
 
@@ -203,6 +201,13 @@ class Fit:
         self._held: HeldModules
         self._transfers = False  # the script has a hand in how a batch gets to its device
         self._changes = False  # a hook after a step may change what is trained
+
+    @classmethod
+    def begin_only_one(cls) -> None:
+        """Raises UnsupportedError if this is not the first one of the process."""
+        if cls.begun:
+            raise refused("a second fit() in one process: a replacement would make the first one again")
+        cls.begun = True
 
     def run(self) -> None:
         """Replaces the fit loop's own ``run``."""

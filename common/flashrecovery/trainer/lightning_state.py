@@ -321,7 +321,7 @@ class FitState:
             self._put(self._results[name], rows)
         self._results["train"].batch_size = saved["batch_size"]
         self._before_transfer = saved["before_transfer"]
-        self._files.names = {*saved["files"]}
+        self._files.restore(saved["files"])
         for one, training in zip(self._outside, saved["modes"], strict=True):
             one.training = training
         self.own.restore(saved["own"], same_process=same_process)

@@ -89,9 +89,9 @@ class PlainTraining:
     def finish(self, step: StepResults) -> None:
         """What follows the last micro-batch, in the order of the Trainer's loop."""
         trainer = self._trainer
-        step.grad_norm = self._clip(self.model)
+        step.clipped(self._clip(self.model))
         self._optimize()
-        step.learning_rate = self._rate()  # before the schedule goes on
+        step.optimized(self._rate())  # before the schedule goes on
         if not trainer.accelerator.optimizer_step_was_skipped:
             self._scheduler.step()
         self.model.zero_grad()
@@ -148,4 +148,5 @@ class _PlainLoopAdapter(TrainerLoopAdapter):
         return {"grad_norm": None if norm is None else float(norm), "learning_rate": self._step.learning_rate}
 
     def restore_common(self, state: dict[str, Any]) -> None:
-        self._step.grad_norm, self._step.learning_rate = state["grad_norm"], state["learning_rate"]
+        self._step.clipped(state["grad_norm"])
+        self._step.optimized(state["learning_rate"])

@@ -7,7 +7,7 @@ for a replacement whose loop has only skipped: when its last skipped call return
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,18 @@ class StepResults:
     def finish(self, index: int, loss: torch.Tensor) -> None:
         """``training_step`` has returned ``loss`` for this micro-batch."""
         self.losses[index:] = [loss]
+
+    def clipped(self, grad_norm: torch.Tensor | float | None) -> None:
+        """The gradients had this norm."""
+        self.grad_norm = grad_norm
+
+    def optimized(self, learning_rate: float | None) -> None:
+        """The optimizer has made its step with this rate."""
+        self.learning_rate = learning_rate
+
+    def put_back(self, losses: Iterable[torch.Tensor], operations: Iterable[float]) -> None:
+        """Of the step in which the saved process was."""
+        self.losses, self.operations = [*losses], [*operations]
 
     def rewind(self, count: int, device: torch.device) -> None:
         """The loop goes over the ``count`` micro-batches now. A skipped step has none: its losses are not used."""
@@ -97,6 +109,10 @@ class TrainerLoop:
         """The state of the dead process, while this one goes where that one has gone."""
         self._restored: dict[str, Any] | None = None
         self._history: tuple[int, int, bytes] | None = None
+
+    def enter_call(self, kind: str) -> None:
+        """A call is about to be made, or skipped."""
+        self.kind = kind
 
     def begins(self, step: int) -> None:
         """``train()`` begins, at ``state.global_step == step``."""
@@ -172,8 +188,7 @@ class TrainerLoop:
         self._running.put(saved["loss"])
         for callback, attributes in zip(self._callbacks(), saved["callbacks"], strict=True):
             vars(callback).update(codec.loads(attributes))
-        self.step.losses = list(saved["losses"])
-        self.step.operations = list(saved["operations"])
+        self.step.put_back(saved["losses"], saved["operations"])
         self._metrics = dict(saved["metrics"])
         self._decided = saved.get("decided", self._decided)  # not in checkpoints of before
         self.own.restore(saved["own"], same_process=same_process)

@@ -59,8 +59,10 @@ class Worker:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.members = tuple(range(world_size))
         self.own_staging: RankStaging | None = None
-        self.registry = Registry(connection.assigned.place, world_size, adapter_for, module_adapter_for, self.rank)
-        self.registry.local_state_limit = settings.rank_local_state_mib << 20
+        limit = settings.rank_local_state_mib << 20
+        self.registry = Registry(
+            connection.assigned.place, world_size, adapter_for, module_adapter_for, self.rank, limit
+        )
         self.faults = Faults(self.notice, connection.page.step_text)
         self.device = DeviceClock()
         self.control = Control(
@@ -75,6 +77,14 @@ class Worker:
         )
         groups.use_abort_order(QuietAbort(connection.page), connection.assigned.generation)
         self.control.start()
+
+    def stage_by(self, staging: RankStaging) -> None:
+        """The first step begins, in a job whose parallel layout may change."""
+        self.own_staging = staging
+
+    def has_members(self, members: tuple[int, ...]) -> None:
+        """The job consists of these ranks now."""
+        self.members = members
 
     def send(self, message: pb.FromWorker) -> None:
         """Send ``message`` to the agent."""

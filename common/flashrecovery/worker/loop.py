@@ -257,7 +257,7 @@ class Loop:
         habits, place = self._registry.habits, communicates_below(frame)
         if place is None or habits.undo:
             return
-        habits.undo = True
+        habits.hear(IN_ALL_STEPS)
         if self._worker.rank == 0:
             self._step.tell_undo(f"the step communicates below its block, at {place}", IN_ALL_STEPS)
 

@@ -328,7 +328,7 @@ class RecoveryExecutor:
             return
         position, size = members.index(worker.rank), len(members)
         groups.resize(members, worker.rank, worker.registry.shape)
-        worker.members = members
+        worker.has_members(members)
         worker.registry.resize(members, worker.rank)
         for adapter in roles.elastic(worker.registry.adapters):
             adapter.resized()

@@ -83,8 +83,10 @@ class Registry:
         adapter_for: AdapterFactory,
         module_adapter_for: ModuleAdapterFactory,
         number: int | None = None,
+        local_state_limit: int = LOCAL_STATE_LIMIT,
     ) -> None:
-        """``number``: of this process in the job, where that is none of the ``world_size`` ranks of the launch."""
+        """``number``: of this process in the job, where that is none of the ``world_size`` ranks of the launch.
+        ``local_state_limit``: bytes that what this rank alone has may take."""
         self.rank = rank
         self._number = rank if number is None else number
         self.world_size = world_size
@@ -107,11 +109,17 @@ class Registry:
         self._launched: dict[str, tuple[int, ...]] = {}  # holders of the shards, as the job was launched
         self._known: list[tuple[str, object]] = []
         self._digests: dict[int, dict[str, str]] = {}  # of the shared objects, by version
-        self.local_state_limit = LOCAL_STATE_LIMIT
-        """Bytes that what this rank alone has may take."""
+        self.local_state_limit = local_state_limit
         self.place: ScriptPlace | None = None
-        """Where the script is in its own loops, if these are taken as they are."""
         self._start = b""
+
+    def follow_place(self, place: ScriptPlace) -> None:
+        """``place``: says where the script is in its own loops, which are taken as they are."""
+        self.place = place
+
+    def take_batches(self, batches: GlobalBatches) -> None:
+        """The script takes its data as global batches, in an elastic job."""
+        self.batches = batches
 
     def register(
         self,
@@ -158,7 +166,7 @@ class Registry:
             else:
                 self.objects[name] = generator if generator is not None else settled(thing)
             if generator is not None or name in per_rank:
-                self.habits.own = sorted({*self.habits.own, name})
+                self.habits.add_own([name])
 
     def _check_objects(self, objects: dict[str, Any]) -> None:
         for name, thing in objects.items():
@@ -184,7 +192,7 @@ class Registry:
             shards = adapter.shards()
             if any(shard.name in self.shards for shard in shards):
                 for shard in shards:  # a second model with parameters of the same names
-                    shard.name = f"model{number}/{shard.name}"
+                    shard.rename(f"model{number}/{shard.name}")
             for shard in shards:
                 self.shards[shard.name] = shard
         for objects in (self.common, self.local_state):
@@ -250,7 +258,8 @@ class Registry:
         for shard in self.shards.values():
             if shard.name not in sharded:
                 launched = self._launched.get(shard.name, self.members)
-                shard.holders = tuple(number[holder] for holder in members_of(launched, members, rank, self.shape))
+                holders = members_of(launched, members, rank, self.shape)
+                shard.hold_by(tuple(number[holder] for holder in holders))
 
     def sharded(self) -> set[str]:
         """Names of this rank's shards that belong to an adapter's sharding."""
@@ -287,7 +296,8 @@ class Registry:
         self.shards = {shard.name: shard for adapter in self.adapters for shard in adapter.shards()}
         numbers = [layout.index(peer) for peer in self.sharers(layout, self.members[self.rank])]
         for name in self.sharded():
-            self.shards[name].holders = tuple(numbers[place] for place in self.shards[name].holders)
+            shard = self.shards[name]
+            shard.hold_by(tuple(numbers[place] for place in shard.holders))
         for objects in (self.common, self.local_state):
             self.shards[objects.name] = objects
         self.resize(self.members, self.members[self.rank])
@@ -370,7 +380,7 @@ class Registry:
 
     def adopt_silent(self, names: Collection[str]) -> None:
         """All ranks know ``names``, of :meth:`silent`."""
-        self.habits.silent = sorted({*self.habits.silent, *names})
+        self.habits.add_silent(names)
         for number, adapter in roles.inspectable(self.adapters).items():
             prefix = f"{number}/"
             adapter.adopt_silent([n.removeprefix(prefix) for n in self.habits.silent if n.startswith(prefix)])
@@ -406,11 +416,12 @@ class Registry:
         found: dict[str, tuple[int, ...]] = {}
         for name in [n for n, shard in self.shards.items() if n in names and len(shard.holders) > 1]:
             shard = self.shards[name]
-            found[name], shard.holders = shard.holders, (self.rank,)
-            shard.name = own_name(name, self._number)
+            found[name] = shard.holders
+            shard.hold_by((self.rank,))
+            shard.rename(own_name(name, self._number))
             self._launched[shard.name] = self._launched.pop(name)
         self.shards = {shard.name: shard for shard in self.shards.values()}
-        self.habits.own_shards = sorted({*self.habits.own_shards, *names})
+        self.habits.add_own_shards(names)
         return found
 
     def capture_common(self, version: int) -> bytes:

@@ -125,7 +125,7 @@ class Session:
         elastic = self.settings.elastic
         # A changed layout has as many replicas as it begins with.
         batches.join_job(0 if elastic is None or in_changed_layout() else elastic.max, self._at_data)
-        self.registry.batches = batches
+        self.registry.take_batches(batches)
 
     def noted(self, name: str, make: Callable[[], str]) -> str | None:
         """See :meth:`.recovery.Recovery.noted`."""
@@ -188,9 +188,9 @@ class Session:
         if self.settings.elastic is not None:
             elastic_checks.check_start(registry, self.settings, self.settings.elastic, own, single_calls=own_calls)
         if self.settings.parallelism is not None:  # after check_start(), which finds the replicas
-            worker.own_staging = _own_staging(worker, own, single_calls=own_calls)
-        registry.habits.own = sorted({*registry.habits.own, *objects})
-        registry.habits.own_settings = settings
+            worker.stage_by(_own_staging(worker, own, single_calls=own_calls))
+        registry.habits.add_own(objects)
+        registry.habits.begin_with_own_settings(settings)
         worker.tell_own(own)
         on_kept = worker.connection.page.set_kept
         copies = Copies(

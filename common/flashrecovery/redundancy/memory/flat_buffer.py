@@ -199,6 +199,10 @@ class Slot:
         if self.shared is not None and not self._adopted:
             self.shared.version = value
 
+    def drop(self) -> None:
+        """The content is not whole any more, or is of no use."""
+        self.version = -1
+
     def drop_after(self, version: int) -> None:
         """Forget a newer content: it belongs to steps that have been undone.
 
@@ -248,6 +252,10 @@ class Slot:
         self.buffer = _content(memory)[: layout.nbytes]
         self.layout = layout
         self.views = layout.views(self.buffer)
+
+    def describe(self, values: dict[str, dict[str, Any]]) -> None:
+        """What belongs to the shards in it besides their tensors, by shard."""
+        self.values = values
 
     def finish(self, version: int, beside: Beside) -> None:
         """The content is whole: it is ``version``, and this is what belongs to it."""

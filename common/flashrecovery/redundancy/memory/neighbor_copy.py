@@ -128,7 +128,7 @@ class NeighbourCopies:
         self._slots = (Slot(), Slot()) if keep is None else (Slot(keep("other-0")), Slot(keep("other-1")))
         for slot in self._slots:
             if slot.beside.owner != self.source_rank:
-                slot.version = -1  # of another rank, when the ranks were placed otherwise
+                slot.drop()  # of another rank, when the ranks were placed otherwise
         self._talk = Exchange(context, self.undo, "neighbour")
         self._sent_layout: int | None = None
         self._mapped_there: OrderedDict[int, bool] = OrderedDict()  # inodes of own buffers offered: has it mapped them?
@@ -142,19 +142,19 @@ class NeighbourCopies:
         """The group has other members from now on. What is kept for another rank is void."""
         self._set_ring(ring)
         for slot in self._slots:
-            slot.version = -1
+            slot.drop()
 
     def adopt(self, shards: Sequence[Shard]) -> None:
         """The shards of these names, of which copies are kept, live in other tensors from now on. No exchange may be
         under way."""
         by_name = {shard.name: shard for shard in shards}
-        self.undo.shards = [by_name[shard.name] for shard in self.undo.shards]
+        self.undo.copy_from([by_name[shard.name] for shard in self.undo.shards])
 
     def copy_others(self, shards: Sequence[Shard], copied: Collection[str]) -> None:
         """From the next :meth:`commit` on: all shards of this rank, and the names of those that go to the neighbour.
         What is held stays. No exchange may be under way."""
         self._sent = FirstShards(copied)
-        self.undo.shards = sorted(shards, key=lambda s: s.name not in copied)
+        self.undo.copy_from(sorted(shards, key=lambda s: s.name not in copied))
 
     def stop_outliving(self) -> None:
         """What is held stays, and is this process's alone from now on."""
@@ -308,7 +308,7 @@ class NeighbourCopies:
             for work in [self._recv(part, self._tag(i)) for i, part in enumerate(_parts(slot.buffer))]:
                 self._wait(work)
         if kept is None:
-            slot.version = -1
+            slot.drop()
         else:
             slot.finish(version, kept)
         self._on_kept(self._newest_kept())
@@ -355,7 +355,7 @@ class NeighbourCopies:
         slot, mapped = self._slot_for(MemoryAddress(*frame[7:]), layout, _Memory(memory))
         if memory == _Memory.OFFERED:
             sends.append(self._talk.send(torch.tensor([int(mapped)]), self.source_rank, _ANSWER_TAG))
-        slot.values = values
+        slot.describe(values)
         owner = self.source_rank
         return (
             slot,

@@ -76,7 +76,7 @@ class _Found:
 class PreStepCopy:
     """Two versions of the given shards. Memory is allocated once and reused; twice the shards' bytes. ``share``: in
     memory that other processes can map. ``brief``: for a few steps, in memory that is not page-locked, which would take
-    time; may be set to False later.
+    time; see :meth:`keep_on`.
     ``look``: given where only the script changes the tensors before :meth:`wait` has returned; a copy during which it
     has done so is not whole. ``same``: without it, each copy begins with a walk through the shards.
     ``keep``: the copies outlive this process, and begin with those of the process before."""
@@ -92,7 +92,7 @@ class PreStepCopy:
         keep: Keep | None = None,
     ) -> None:
         self.shards = list(shards)
-        self.brief = brief
+        self._brief = brief
         self._look = look
         self._same = same
         self._found: _Found | None = None
@@ -113,6 +113,14 @@ class PreStepCopy:
         self._copied.set()
         self._copied_event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
+
+    def keep_on(self) -> None:
+        """It is not for a few steps only: memory that is used from now on may be page-locked."""
+        self._brief = False
+
+    def copy_from(self, shards: Sequence[Shard]) -> None:
+        """These are copied from the next copy on, in this order."""
+        self.shards = list(shards)
 
     def _new_slot(self, number: int) -> Slot:
         return Slot() if self._keep is None else Slot(self._keep(f"own-{number}"))
@@ -226,17 +234,17 @@ class PreStepCopy:
                 self._reserve_if_wanted(version, held)
                 return held
             slot = slot_for_next([s for s in self._slots.values() if s is not self._reserved])
-            slot.version = -1
+            slot.drop()
             live, tensors = capture.found.live, capture.found.tensors
             # The same tensor objects have the same structure: the usual case, and much cheaper than comparing it.
             same = bool(live) and _same_objects(live, self._last) and tuple(tensors) == self._layout.shards
             if not (same or self._layout.matches(tensors)):
                 self._layout = Layout.of(tensors)
             self._last = live
-            pin = capture.ready is not None and not self.brief
+            pin = capture.ready is not None and not self._brief
             slot.shape(self._layout, pin=pin, share=self._share)
             event = self._copy_tensors(slot.exact, self._exact_of(live), capture.ready)
-            slot.values = {name: found for name, found in capture.found.values.items() if found}
+            slot.describe({name: found for name, found in capture.found.values.items() if found})
             if self._look is None:
                 self._copied.set()  # the device's stream waits for the rest; the host need not
             if event is not None:

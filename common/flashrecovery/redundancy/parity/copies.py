@@ -172,7 +172,7 @@ class ParityCopies:
         for teller, slots in self._slots.items():
             for slot in slots:
                 if slot.beside.owner != self.ranks[teller]:
-                    slot.version = -1  # of a rank of another group
+                    slot.drop()  # of a rank of another group
 
     # -- each step --------------------------------------------------------------------------------
 
@@ -368,7 +368,7 @@ class ParityCopies:
                 encoded, values = codec.loads(data.numpy().tobytes())
                 slot = Slot()
                 slot.shape(Layout.decode(encoded), pin=False)
-                slot.values = values
+                slot.describe(values)
         for work, _ in works:
             work.wait()
         return slot
@@ -491,7 +491,7 @@ class ParityCopies:
         slots = self._slots[member]
         slot = next((s for s in slots if s.version == version), None) or min(slots, key=lambda s: s.version)
         slot.shape(_WITHOUT_TENSORS, pin=False)
-        slot.values = values
+        slot.describe(values)
         slot.finish(version, Beside(owner, {_local_state_of(owner): local_state, _LAYOUT: encoded}, early))
 
     def _look_at_domains(self, states: Sequence[MemberState]) -> None:

@@ -89,11 +89,8 @@ def compare_habits(registry: Registry) -> tuple[list[str], bool]:
     ]
     heads = [_HEAD.unpack_from(r) for r in rows]
     # What the control thread may have been told since the row was written is not forgotten.
-    habits.undo |= any(head[0] for head in heads)
-    habits.reseal = any(head[1] for head in heads)
-    habits.changed |= habits.reseal
-    habits.late |= any(head[2] for head in heads)
-    habits.own = sorted({*habits.own, *differing})
+    undo, reseal, late = (any(head[i] for head in heads) for i in range(3))
+    habits.agree(undo=undo, reseal=reseal, late=late, own=differing)
     different = len({head[4] for head in heads}) > 1
     registry.adopt_silent(union(registry.silent()) if different else registry.silent())
     return differing, different or any(head[3] for head in heads)

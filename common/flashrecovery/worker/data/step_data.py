@@ -39,6 +39,10 @@ class StepData(ABC):
         """Have ``hook`` called at the beginning of every fetch. It may raise: then nothing is fetched."""
         self._fetch_pre_hook = hook
 
+    def set_void(self, void: bool) -> None:
+        """Whether what is fetched from now on belongs to no step."""
+        self.void = void
+
     @contextmanager
     def _while_reading(self) -> Iterator[None]:
         self.reading = True

@@ -62,7 +62,7 @@ class LastCopy:
         if live:
             with torch.no_grad():
                 torch._foreach_copy_(slot.views, live)
-        slot.values = {one.name: dict(one.spec.values) for one in sources if one.spec.values}
+        slot.describe({one.name: dict(one.spec.values) for one in sources if one.spec.values})
         slot.finish(version, beside)
 
     def drop(self) -> None:

@@ -9,6 +9,7 @@ next late one, and a wrong guess would lose the job.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 IN_ALL_STEPS, UNTIL_RESEALED, TOUCHED = -1, -2, -3
@@ -94,6 +95,35 @@ class StepProfile:
             self.touched = True
         else:
             self.late = True
+
+    def agree(self, *, undo: bool, reseal: bool, late: bool, own: Collection[str]) -> None:
+        """All ranks have told each other; what one has learned for itself since is not lost. ``own``: objects that have
+        turned out not to be equal."""
+        self.undo |= undo
+        self.reseal = reseal
+        self.changed |= reseal
+        self.late |= late
+        self.add_own(own)
+
+    def add_own(self, names: Collection[str]) -> None:
+        """These objects are each rank's own."""
+        self.own = sorted({*self.own, *names})
+
+    def begin_with_own_settings(self, names: list[str]) -> None:
+        """Which are each rank's own when the first step begins."""
+        self.own_settings = names
+
+    def add_own_settings(self, names: Collection[str]) -> None:
+        """These have turned out to be each rank's own."""
+        self.own_settings = sorted({*self.own_settings, *names})
+
+    def add_own_shards(self, names: Collection[str]) -> None:
+        """These have turned out to be each rank's own."""
+        self.own_shards = sorted({*self.own_shards, *names})
+
+    def add_silent(self, names: Collection[str]) -> None:
+        """These change in a way that is not seen without a close look."""
+        self.silent = sorted({*self.silent, *names})
 
     def restore(self, version: StepProfile) -> None:
         """Go back to what all ranks had agreed upon at a version; what this one has learned for itself is not lost."""

@@ -218,7 +218,7 @@ class ScriptLoops:
     def protect(self, session: Session, accumulation: Accumulation) -> None:
         """From now on these loops are protected."""
         self._session, self._accumulation = session, accumulation
-        session.registry.place = self
+        session.registry.follow_place(self)
         self.output.protect(session.gate.page)
         self.files.protect(session.gate.page, session.tell_not_brought_back)
         self._environment.begin()
@@ -226,6 +226,10 @@ class ScriptLoops:
     @property
     def active(self) -> bool:
         return self._session is not None
+
+    def start_by(self, auto: AutoStart | None) -> None:
+        """``auto``: begins the protection by itself, before the first round."""
+        self.auto = auto
 
     def take(self, rewritten: Rewritten, file: str, *, replacement: bool) -> None:
         """The loops of one more file. ``replacement``: this process is not the first one of its rank."""

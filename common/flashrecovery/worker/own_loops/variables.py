@@ -90,6 +90,17 @@ class Identities(frozenset[int]):
     held: tuple[StorageWeakRef, ...] = ()
     references: References = NO_REFERENCES
 
+    @classmethod
+    def of(cls, ids: set[int], tensors: Iterable[torch.Tensor], references: References) -> Identities:
+        """``ids`` and those of the storages of ``tensors``."""
+        every = [*tensors]
+        found = cls(ids | {storage_of(tensor) for tensor in every})
+        found._keep(tuple(ref for tensor in every if (ref := _held(tensor)) is not None), references)
+        return found
+
+    def _keep(self, held: tuple[StorageWeakRef, ...], references: References) -> None:
+        self.held, self.references = held, references
+
 
 def protected(
     things: Iterable[object], tensors: Iterable[torch.Tensor], references: References = NO_REFERENCES
@@ -105,10 +116,7 @@ def protected(
         for group in groups if isinstance(groups, list) else ():
             ids |= {id(groups), id(group), id(group["params"])}
             every += (tensor for tensor in group["params"] if isinstance(tensor, torch.Tensor))
-    found = Identities(ids | {storage_of(tensor) for tensor in every})
-    found.references = references
-    found.held = tuple(ref for tensor in every if (ref := _held(tensor)) is not None)
-    return found
+    return Identities.of(ids, every, references)
 
 
 def references_at(frame: types.FrameType) -> References:
@@ -199,11 +207,13 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: Identities) -
     }
     values = {**{f"={n}": v for n, v in saved.variables.items()}, **attributes}
     copies = copies_of(values, paths, around, known.references)
-    saved.variables = {name[1:]: copies.pop(name) for name in [*copies] if name.startswith("=")}
-    saved.attributes = copies
-    saved.too_long += too_long
-    saved.others |= referred_to
-    return saved
+    return Saved(
+        {name[1:]: copy for name, copy in copies.items() if name.startswith("=")},
+        {name: copy for name, copy in copies.items() if not name.startswith("=")},
+        others={**saved.others, **referred_to},
+        left_out=saved.left_out,
+        too_long=[*saved.too_long, *too_long],
+    )
 
 
 def values_of_objects(frame: types.FrameType, names: LoopVariables, known: Identities) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Copies:
         always = settings.snapshots.keep == "always" or (auto and survival.gpus_take_replicas(registry, settings))
         if always and keep is not None and not self._own_copies:
             part = _part_of_snapshot(registry)
-            self._own.snapshot = PreStepCopy(part, share=True, look=look, same=structure_watch, keep=keep)
+            self._own.keep_snapshot(PreStepCopy(part, share=True, look=look, same=structure_watch, keep=keep))
         if self._own.always:
             self.enable_undo()
         self._fallback = FallbackCheckpoints(registry, settings, on_published, on_error)
@@ -329,7 +329,7 @@ class Copies:
 
     def _leave_snapshots(self) -> None:
         """Another launch would not find them under the names that it knows."""
-        self._snapshots.given_up = True
+        self._snapshots.give_up()
         self._ring.stop_outliving()
         self._own.drop_snapshot()
 

@@ -44,7 +44,11 @@ class OwnCopies:
         if self.undo is None:
             self.undo = PreStepCopy(self._registry.tensor_shards(), brief=brief, look=self._look, same=structure_watch)
         elif not brief:
-            self.undo.brief = False
+            self.undo.keep_on()
+
+    def keep_snapshot(self, snapshot: PreStepCopy) -> None:
+        """Have this make a copy in every step, besides the others."""
+        self.snapshot = snapshot
 
     def disable(self) -> None:
         """No more pre-step copies, and none of the steps before, unless they are always kept."""

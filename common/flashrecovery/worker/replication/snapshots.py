@@ -33,7 +33,10 @@ class RankSnapshots:
             )
         self._last = None if keeper is None else LastCopy(self.outliving(LAST), self.outliving(OF_PAGE))
         self.given_up = False
+
+    def give_up(self) -> None:
         """Nothing of this rank outlives its processes any more."""
+        self.given_up = True
 
     @property
     def there(self) -> bool:

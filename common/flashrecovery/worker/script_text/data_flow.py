@@ -54,6 +54,10 @@ class FlowState:
     def copy(self) -> FlowState:
         return FlowState(set(self.assigned), set(self.changed), dict(self.implied))
 
+    def forget_implied(self, path: str) -> None:
+        """It has another value: what a condition on it has told does not hold any more."""
+        self.implied = {known: names for known, names in self.implied.items() if not _mentions(known, {path})}
+
     def has(self, path: str) -> bool:
         """The name itself is assigned, or an object that it is an attribute of."""
         parts = path.split(".")
@@ -242,7 +246,7 @@ class Reader:
         if not surely and not isinstance(loop, ast.While) and end is not None:
             # What has no value from before could not be read behind a loop without a round.
             none = state.copy()
-            none.assigned |= {path for path in end.assigned if path.partition(".")[0] not in self._before}
+            none.assigned.update(path for path in end.assigned if path.partition(".")[0] not in self._before)
             end = _merged([end, none])
         elif not surely:
             end = _merged([end, state])
@@ -272,7 +276,7 @@ class Reader:
         ends = [self.body(statement.orelse, end)]
         for handler in statement.handlers:  # any part of the body may have run
             inner = state.copy()
-            inner.changed |= in_body
+            inner.changed.update(in_body)
             if handler.type is not None:
                 self._read(handler.type, inner)
             if handler.name is not None:
@@ -290,7 +294,7 @@ class Reader:
         state.assigned.add(path)
         state.changed.add(path)
         self.all_changed.add(path)
-        state.implied = {known: names for known, names in state.implied.items() if not _mentions(known, {path})}
+        state.forget_implied(path)
 
     def _changed(self, path: str, state: FlowState, *, update: bool) -> None:
         """In place. ``update``: not only by an addition to a container."""
@@ -299,7 +303,7 @@ class Reader:
             self.all_changed.add(path)
             if update:
                 self.updated.add(path)
-        state.implied = {known: names for known, names in state.implied.items() if not _mentions(known, {path})}
+        state.forget_implied(path)
 
     def _assign(self, target: ast.expr, state: FlowState) -> None:
         path = path_of(target)
@@ -398,8 +402,8 @@ class Reader:
                 self._read(condition, state)
         for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
             self._read(part, state)
-        state.assigned -= hidden
-        state.changed -= own - changed
+        state.assigned.difference_update(hidden)
+        state.changed.difference_update(own - changed)
 
     def _call(self, function: Function, state: FlowState) -> None:
         effect = self._effect_of(function.node)
@@ -407,8 +411,8 @@ class Reader:
         self.all_changed |= effect.changed
         self.updated |= {path for path in effect.updated if not state.has(path)}
         self.times |= effect.times
-        state.changed |= effect.changed
-        state.assigned |= effect.assigned
+        state.changed.update(effect.changed)
+        state.assigned.update(effect.assigned)
 
     def _effect_of(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> _Effect:
         """What a function of this file does to variables that are not its own."""
@@ -493,7 +497,7 @@ def _where(conditions: frozenset[str], state: FlowState) -> FlowState:
     inner = state.copy()
     for known, names in state.implied.items():
         if known <= conditions:
-            inner.assigned |= names
+            inner.assigned.update(names)
     return inner
 
 

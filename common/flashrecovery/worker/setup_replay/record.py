@@ -36,6 +36,18 @@ class SetupRecord:
     torch: list[int] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
+    def begin_random(self, state: list[int]) -> None:
+        """Python's own stream begins with this."""
+        self.random = state
+
+    def begin_numpy(self, state: list[int]) -> None:
+        """numpy's old global stream begins with this; []: with something else than is written down."""
+        self.numpy = state
+
+    def begin_torch(self, seed: int) -> None:
+        """torch's generator of the CPU begins with this seed."""
+        self.torch = [seed]
+
     def behind(self, log: bytes) -> bytes:
         """``log``, with this record behind it."""
         data = json.dumps(asdict(self)).encode()

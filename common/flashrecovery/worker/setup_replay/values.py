@@ -121,7 +121,7 @@ class DrawnValues:
         from torch's."""
         if not self._replays:
             version, internal, _ = random.getstate()
-            self._record.random = [version, *internal]
+            self._record.begin_random([version, *internal])
         elif self._record.random:
             version, *internal = self._record.random
             random.setstate((version, tuple(internal), None))
@@ -133,7 +133,7 @@ class DrawnValues:
             return
         if not self._replays:
             name, key, position, *_ = module.get_state()
-            self._record.numpy = [*map(int, key), int(position)] if name == "MT19937" else []
+            self._record.begin_numpy([*map(int, key), int(position)] if name == "MT19937" else [])
         elif self._record.numpy:
             *key, position = self._record.numpy
             module.set_state(("MT19937", key, position, 0, 0.0))
@@ -142,7 +142,7 @@ class DrawnValues:
         if not self._on:
             return
         if not self._replays:
-            self._record.torch = [module.default_generator.initial_seed()]
+            self._record.begin_torch(module.default_generator.initial_seed())
         elif self._record.torch:
             module.default_generator.manual_seed(self._record.torch[0])
         for owner in (module, module.random):

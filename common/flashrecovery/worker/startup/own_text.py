@@ -76,7 +76,7 @@ def _rewritten(text: bytes, file: str) -> CodeType | None:
     from flashrecovery.worker.own_loops.loops import LOOPS
 
     if _auto is not None:
-        LOOPS.auto = _auto()
+        LOOPS.start_by(_auto())
     LOOPS.take(rewritten, file, replacement=_replacement)
     return code
 

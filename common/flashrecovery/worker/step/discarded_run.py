@@ -45,7 +45,7 @@ class DiscardedRun:
 
     def _void(self, void: bool) -> None:
         for stream in self._streams:
-            stream.void = void
+            stream.set_void(void)
 
     def take_back(self) -> None:
         """Bring the tensors back. Raises RestoreError if they have been changed and were too large to be copied."""

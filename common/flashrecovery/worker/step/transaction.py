@@ -129,7 +129,7 @@ class Transaction(StepHooks):
         self.synchronising()
         touched = self._touches.seen()
         if touched and not habits.touched:
-            habits.touched = True
+            habits.hear(TOUCHED)
             where = self._gate.page.step_text(version)
             self.tell_undo(f"{where} changes registered tensors before its optimizer step", TOUCHED)
         sealed = self._sealing.mutation_begins(version + 1)
@@ -250,7 +250,7 @@ class Transaction(StepHooks):
         named = [in_words(name) for name in unequal.settings]
         if settings.elastic is not None or settings.parallelism is not None:
             refuse_unequal([*unequal.shards, *named])
-        self._habits.own_settings = sorted({*self._habits.own_settings, *unequal.settings})
+        self._habits.add_own_settings(unequal.settings)
         self._worker.tell_own(named)
         if not unequal.shards:
             return

@@ -102,6 +102,25 @@ class TransferReport:
     received_digests: dict[str, str] = field(default_factory=dict)
     mismatched: list[str] = field(default_factory=list)
 
+    def sent(self, nbytes: int) -> None:
+        """So much more, to one rank."""
+        self.bytes_sent += nbytes
+
+    def sent_all(self, digests: Mapping[str, str]) -> None:
+        """Of what has been sent."""
+        self.sent_digests = dict(digests)
+
+    def received(self, names: Sequence[str], digests: Sequence[str], expected: Sequence[str]) -> None:
+        """Shards from one rank. ``digests``: here; ``expected``: there."""
+        self.received_digests.update(zip(names, digests, strict=True))
+        self.mismatched += [n for n, a, b in zip(names, digests, expected, strict=True) if a != b]
+
+    def count_received(self, nbytes: int, on_device: int, read: int) -> None:
+        """So much more. Of it, what has come from device to device, and what was read from the source's memory."""
+        self.bytes_received += nbytes
+        self.bytes_on_device += on_device
+        self.bytes_read += read
+
 
 def exchange(
     group: dist.ProcessGroup,
@@ -166,7 +185,7 @@ class _Exchange:
         if self._unique:
             jobs.append(self._hash)
         run_side_by_side(jobs, "flashrecovery-transfer")
-        self._report.sent_digests = {name: future.result() for name, future in self._digests.items()}
+        self._report.sent_all({name: future.result() for name, future in self._digests.items()})
         return self._report
 
     def _pair(self, talk: Callable[[int], None], sending: bool, peer: int) -> Callable[[], None]:
@@ -290,7 +309,7 @@ class _Exchange:
         while pending:
             pending.popleft()[0].wait()
         with self._lock:
-            self._report.bytes_sent += sent
+            self._report.sent(sent)
 
     def _reads_of(self, peer: int, held: ReadableMemory, until_read: contextlib.ExitStack) -> list[bool]:
         """Which tensors ``peer`` reads from this rank's memory."""
@@ -363,12 +382,10 @@ class _Exchange:
         run_side_by_side([functools.partial(failing_all, job) for job in jobs], "flashrecovery-transfer")
         raw = trailer.numpy().tobytes()
         expected = [raw[at : at + _DIGEST_BYTES].hex() for at in range(0, len(raw), _DIGEST_BYTES)]
+        on_device, read = lane.nbytes if lane is not None else 0, reading.nbytes if reading is not None else 0
         with self._lock:
-            report.received_digests.update(zip(names, digests, strict=True))
-            report.mismatched += [n for n, a, b in zip(names, digests, expected, strict=True) if a != b]
-            report.bytes_received += sum(spec.nbytes for spec in payload.specs)
-            report.bytes_on_device += lane.nbytes if lane is not None else 0
-            report.bytes_read += reading.nbytes if reading is not None else 0
+            report.received(names, digests, expected)
+            report.count_received(sum(spec.nbytes for spec in payload.specs), on_device, read)
 
     def _take(
         self, peer: int, rest: _Payload, reading: Reading | None, arrivals: Arrivals, trailer: torch.Tensor

@@ -78,7 +78,7 @@ class AbortOrder(Protocol):
 
 def use_abort_order(order: AbortOrder, generation: int) -> None:
     """From now on every :func:`abandon` keeps to ``order``. ``generation``: of the groups that there are."""
-    STATE.abort_order = order
+    STATE.keep_to(order)
     if not STATE.detached and any(_has_communicators(group) for group in groups()):
         order.opened(generation)
 

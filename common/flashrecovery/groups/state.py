@@ -38,6 +38,10 @@ class GroupsState:
         self.abandonments += 1
         self.reason = reason
 
+    def keep_to(self, order: Any) -> None:
+        """From now on every abandonment keeps to this exchange.AbortOrder."""
+        self.abort_order = order
+
     def clear_abandonments(self) -> None:
         """Every group is detached: those so far are dealt with."""
         self.cleared = self.abandonments

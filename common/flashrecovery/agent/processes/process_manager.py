@@ -429,7 +429,7 @@ class ProcessManager:
 
     def _discard(self, process: WorkerProcess) -> None:
         """It has never filled a rank."""
-        process.dead = True
+        process.expect_death()
         process.kill()
         self._tasks.start(self._bury(process))
 

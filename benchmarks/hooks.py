@@ -10,15 +10,21 @@ measured, too. It leaves out what PyTorch takes to call them, and what the proce
 
 ``--profile`` has rank 0 run its steps under cProfile, which makes them slower, and names what costs: the hooks, by the
 time until they return to what is not ours, and our functions, by their own time.
+
+``--allocations`` asks how much of it training would pay anyway: glibc sorts the small blocks that a backward pass has
+freed when the next large one is wanted, in a hook or later. Without our packages, every second step encodes ``None``
+where the hooks encode the rank's own state: what that takes by itself, and what it adds to a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import io
 import itertools
 import json
 import os
+import pickle
 import pstats
 import statistics
 import sys
@@ -50,6 +56,8 @@ GOAL_MS, GOAL_PARAMETERS = 0.5, 1200
 SHOWN = 12
 PROFILE = "FLASHRECOVERY_BENCH_PROFILE"
 """The file for the profile of rank 0."""
+ALLOCATIONS = "FLASHRECOVERY_BENCH_ALLOCATIONS"
+"""Set where every second step encodes ``None``."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,39 @@ def train(job: Job, parameters: int) -> None:
         optimizer.step()
 
     measure(job, recovery.steps(job.steps), step)
+
+
+def train_with_allocations(job: Job, parameters: int) -> None:
+    """The loop of plain PyTorch without our packages. Rank 0 writes down the processor time of each step, and that of
+    what every second one encodes, seconds."""
+    dist.init_process_group("gloo")
+    model = wrapped(build(parameters), job.layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.ones(4, WIDTH)
+    encodes, spent_s = False, 0.0
+
+    def encode(*_: object) -> None:
+        nonlocal spent_s
+        if encodes:
+            before = time.thread_time()
+            pickle.Pickler(io.BytesIO()).dump(None)
+            spent_s += time.thread_time() - before
+
+    model.register_forward_pre_hook(encode)
+    optimizer.register_step_pre_hook(encode)
+    optimizer.register_step_post_hook(encode)
+    times = []
+    for index in range(job.steps):
+        encodes, spent_s = index % 2 == 1, 0.0
+        before = time.thread_time()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        times.append((time.thread_time() - before, spent_s))
+    if dist.get_rank() == 0:
+        Path(job.directory, "times.json").write_text(json.dumps(times))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def train_deepspeed(job: Job, parameters: int) -> None:
@@ -199,7 +240,9 @@ def worker() -> None:
     """What each rank runs."""
     torch.set_num_threads(1)
     job = Job.from_env()
-    if job.layout == megatron_gpt.DISTRIBUTED:
+    if ALLOCATIONS in os.environ:
+        train_with_allocations(job, 2 * job.layers)
+    elif job.layout == megatron_gpt.DISTRIBUTED:
         train_megatron(job)
     elif job.layout.startswith("zero"):
         train_deepspeed(job, 2 * job.layers)
@@ -219,12 +262,12 @@ def job_of(layout: str, parameters: int, steps: int, directory: Path) -> Job:
     return Job(str(directory), WORLD, steps, layers=parameters // 2, layout=layout)
 
 
-def launch(job: Job, on: bool, profile: Path | None = None) -> Result:
-    """Raises RuntimeError if it fails."""
+def launch(job: Job, on: bool, **variables: str) -> list[tuple[float, float]]:
+    """What rank 0 has written down, without the steps of the warm-up. ``variables``: of the environment. Raises
+    RuntimeError if the launch fails."""
     run = harness.Launch(Path(job.directory) / "output.log")
     extra = megatron_gpt.ENVIRONMENT if job.layout == megatron_gpt.DISTRIBUTED else {"DS_ACCELERATOR": "cpu"}
-    if profile is not None:
-        extra = {**extra, PROFILE: str(profile)}
+    extra = {**extra, **variables}
     if on:
         ours.start(job, run, 0, __file__, **extra)
     else:
@@ -235,9 +278,28 @@ def launch(job: Job, on: bool, profile: Path | None = None) -> Result:
             raise RuntimeError(f"{job.layout}, recovery {'on' if on else 'off'}\n{run.tail(30)}")
     finally:
         run.stop()
-    times = json.loads(Path(job.directory, "times.json").read_text())[WARM_UP:]
-    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(times)]
+    times: list[tuple[float, float]] = json.loads(Path(job.directory, "times.json").read_text())[WARM_UP:]
+    return times
+
+
+def measured(job: Job, on: bool) -> Result:
+    """The medians of one launch."""
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(launch(job, on))]
     return Result(statistics.median(step for step, _ in steps), statistics.median(hooks for _, hooks in steps))
+
+
+def allocations(layout: str, parameters: int, steps: int) -> list[str]:
+    """A row: what the encoding takes by itself, and what it adds to a step. A tenth of the differences at either end
+    is left out; after the sign, the standard error."""
+    with harness.job_directory() as directory:
+        times = launch(job_of(layout, parameters, steps, directory), False, **{ALLOCATIONS: "1"})
+    pairs = list(zip(times[::2], times[1::2], strict=False))
+    more = sorted(encoding - plain for (plain, _), (encoding, _) in pairs)
+    kept = more[len(more) // 10 : len(more) - len(more) // 10]
+    error = statistics.stdev(kept) / len(kept) ** 0.5
+    alone = statistics.median(spent for _, (_, spent) in pairs)
+    added = f"{statistics.mean(kept) * 1e3:+.2f} ± {error * 1e3:.2f}"
+    return [layout, str(parameters), f"{alone * 1e3:.2f}", added]
 
 
 def compare(layout: str, parameters: int, pairs: int, steps: int) -> tuple[list[str], bool]:
@@ -248,7 +310,7 @@ def compare(layout: str, parameters: int, pairs: int, steps: int) -> tuple[list[
     for pair in range(pairs):
         for on in (True, False) if pair % 2 else (False, True):
             with harness.job_directory() as directory:
-                result = launch(job_of(layout, parameters, steps, directory), on)
+                result = measured(job_of(layout, parameters, steps, directory), on)
             (ons if on else offs).append(result.step_s)
             if on:
                 hooks.append(result.in_hooks_s)
@@ -313,7 +375,10 @@ def main() -> None:
     flags.add_argument("--layouts", default=",".join(LAYOUTS))
     flags.add_argument("--parameters", default="50,200,1200,5000")
     flags.add_argument("--profile", action="store_true", help="what costs, instead of how much")
+    flags.add_argument("--allocations", action="store_true", help="what training pays with and without the hooks")
     args = flags.parse_args()
+    if args.allocations and set(args.layouts.split(",")) - {"ddp", "fsdp2"}:
+        flags.error(f"--allocations measures ddp and fsdp2, not {args.layouts}")
     pairs, steps = (1, 60) if args.quick else (args.pairs, args.steps)
     sizes = [int(size) for size in ("1200" if args.quick else args.parameters).split(",")]
     harness.begin()
@@ -323,15 +388,22 @@ def main() -> None:
             if args.profile:
                 with harness.job_directory() as directory:
                     print(f"{layout}, {parameters} parameters", flush=True)
-                    launch(job_of(layout, parameters, steps, directory), True, directory / "profile")
-                    show_profile(directory / "profile", steps - WARM_UP)
+                    profile = directory / "profile"
+                    launch(job_of(layout, parameters, steps, directory), True, **{PROFILE: str(profile)})
+                    show_profile(profile, steps - WARM_UP)
+                continue
+            if args.allocations:
+                rows.append(allocations(layout, parameters, steps))
                 continue
             row, met = compare(layout, parameters, pairs, steps)
             rows.append(row)
             all_met = all_met and met
-    if rows:
-        head = ("layout", "parameters", "on, ms", "off, ms", "ratio", "more, ms", "in the hooks, ms", "goal")
-        harness.table(f"Processor time of the training thread a step, {WORLD} ranks", head, rows)
+    if args.allocations:
+        head = ("layout", "parameters", "by itself, ms", "more in a step, ms")
+        harness.table("Encoding None three times a step, processor time of the training thread", head, rows)
+    elif rows:
+        titles = ("layout", "parameters", "on, ms", "off, ms", "ratio", "more, ms", "in the hooks, ms", "goal")
+        harness.table(f"Processor time of the training thread a step, {WORLD} ranks", titles, rows)
     sys.exit(0 if all_met else 1)
 
 

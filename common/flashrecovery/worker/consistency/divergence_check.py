@@ -15,7 +15,9 @@ step: a part of each tensor then, since another learning rate changes all of it.
 
 from __future__ import annotations
 
+import collections
 import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +41,10 @@ _HEAD = struct.Struct("<????16s")
 _DIGEST = 16
 _LOOKED_AT_BYTES = 1 << 20
 """Bytes of a rank's replicated tensors that are looked at, where a part is enough; about 0.2 ms of a core."""
+_TURNS = 4
+_MANY = 64
+"""Of more shards than this, that the same ranks hold, a fourth is compared, another one each time: a tensor takes about
+20 us."""
 _SHOWN = 5
 _SETTING = "setting "
 _ADVICE = (
@@ -110,8 +116,8 @@ class Unequal:
 
 def compare_replicas(registry: Registry, version: int, past: Past) -> Unequal:
     """Compare what is said to be equal on several ranks: shards, their structure included, and the settings of models;
-    a collective of the recovery's own group. All of each tensor is looked at at first, then a part, another one each
-    time.
+    a collective of the recovery's own group. All of each tensor is compared at first; later a part, another one each
+    time, of some of them (:func:`in_turn`).
 
     Args:
         past: of this rank's process.
@@ -119,8 +125,7 @@ def compare_replicas(registry: Registry, version: int, past: Past) -> Unequal:
     Raises:
         DivergedError: on all ranks, if replacements alone differ from the others.
     """
-    number = 0 if looks_at_all(version) else version // _AT_LEAST_EVERY
-    found = _whole if number == 0 else partial(_part, turn=number)
+    found = _whole if looks_at_all(version) else partial(_in_turn, turn=version // _AT_LEAST_EVERY)
 
     def digests() -> dict[str, str]:
         shared = found([s for s in registry.tensor_shards() if len(s.holders) > 1])
@@ -142,7 +147,9 @@ def compare_replicas(registry: Registry, version: int, past: Past) -> Unequal:
     return Unequal(tuple(name for name in closer if not name.startswith(_SETTING)), settings)
 
 
-def show_equal(registry: Registry, version: int, past: Past, *, tensors: bool = True, since: int | None = None) -> None:
+def show_equal(
+    registry: Registry, version: int, past: Past, *, tensors: bool = True, since: int | None = None, turn: int = 0
+) -> None:
     """All ranks hold equal pieces of ``version``, have equal common state, and have made equally many collectives since
     the recovery; a collective of the recovery's own group.
 
@@ -150,12 +157,14 @@ def show_equal(registry: Registry, version: int, past: Past, *, tensors: bool = 
         past: of this rank's process.
         tensors: of the pieces that consist of tensors, too.
         since: None in the first step after a recovery. Later the version at which the job went on, and of tensors only
-            a part is looked at.
+            a part is compared.
+        turn: of which tensors, and which part (:func:`in_turn`); 0: the first elements of each one.
 
     Raises:
         DivergedError: on all ranks, if not.
     """
-    digest = _whole if since is None else _part
+    later = partial(_in_turn, turn=turn) if turn else _beginnings
+    digest = _whole if since is None else later
     found = disagreement(_summary(registry, tensors, digest), lambda: _details(registry, tensors, digest))
     if found:
         when = f"after the recovery the ranks have redone step {version - 1}, and do not agree at version {version}"
@@ -178,18 +187,39 @@ def _whole(shards: Sequence[Shard]) -> dict[str, str]:
     return shard_digests({s.name: (list(s.tensors().values()), s.spec()) for s in shards}, on_device)
 
 
-def _part(shards: Sequence[Shard], turn: int = 0) -> dict[str, str]:
-    """A digest of the first elements of each tensor; with ``turn``, of others in each one."""
-    tensors = {shard.name: list(shard.tensors().values()) for shard in shards}
-    each = _LOOKED_AT_BYTES // max(sum(map(len, tensors.values())), 1)
-    parts = {name: ([_elements(t, each, turn) for t in ts], None) for name, ts in tensors.items()}
+def _beginnings(shards: Sequence[Shard]) -> dict[str, str]:
+    """A digest of the first elements of each tensor."""
+    return _parts([(shard, 0) for shard in shards])
+
+
+def _in_turn(shards: Sequence[Shard], turn: int) -> dict[str, str]:
+    """A digest of other elements in each turn."""
+    return _parts(in_turn(shards, turn))
+
+
+def in_turn(shards: Sequence[Shard], turn: int) -> list[tuple[Shard, int]]:
+    """Which shards are compared in this turn, and which piece of each of their tensors, counted from 0. The same on all
+    ranks that hold them: by their names, so that a shard that one rank alone has moves no other."""
+    count = collections.Counter(shard.holders for shard in shards)
+    return [
+        (shard, turn // _TURNS if count[shard.holders] > _MANY else turn)
+        for shard in shards
+        if count[shard.holders] <= _MANY or zlib.crc32(shard.name.encode()) % _TURNS == turn % _TURNS
+    ]
+
+
+def _parts(shards: Sequence[tuple[Shard, int]]) -> dict[str, str]:
+    """Digests of one piece of each tensor."""
+    tensors = [(shard.name, list(shard.tensors().values()), piece) for shard, piece in shards]
+    each = _LOOKED_AT_BYTES // max(sum(len(ts) for _, ts, _ in tensors), 1)
+    parts = {name: ([_elements(t, each, piece) for t in ts], None) for name, ts, piece in tensors}
     return shard_digests(parts, on_device)
 
 
-def _elements(tensor: torch.Tensor, nbytes: int, turn: int) -> torch.Tensor:
-    """``nbytes`` bytes of a tensor, the ``turn``-th piece."""
+def _elements(tensor: torch.Tensor, nbytes: int, piece: int) -> torch.Tensor:
+    """``nbytes`` bytes of a tensor, from ``piece`` times as many on; behind its end, from its beginning again."""
     count = max(nbytes // tensor.element_size(), 1)
-    start = turn % max(-(-tensor.numel() // count), 1) * count
+    start = piece % max(-(-tensor.numel() // count), 1) * count
     return tensor.detach().reshape(-1)[start : start + count]
 
 
@@ -271,9 +301,11 @@ class DivergenceCheck:
             whole = whole or self._tensors
             compared = compared or whole
         elif after:
-            shown = self._show_equal(version, self._since)
+            shown = self._show_equal(version, self._since, turn=(version - self._since) // _AT_LEAST_EVERY)
         if compared and shown:
-            self._past = replace(self._past, alike=version, whole=version if whole else self._past.whole)
+            # A part is looked at in turn: what has its turn later was alike when it had it the last time.
+            alike = version if whole else max(self._past.alike, version - _TURNS * _AT_LEAST_EVERY)
+            self._past = replace(self._past, alike=alike, whole=version if whole else self._past.whole)
         return unequal
 
     def _compare_replicas(self, version: int) -> Unequal | None:
@@ -292,10 +324,10 @@ class DivergenceCheck:
         if self._since >= 0:
             self._show_equal(version, self._since)
 
-    def _show_equal(self, version: int, since: int | None = None) -> bool:
+    def _show_equal(self, version: int, since: int | None = None, turn: int = 0) -> bool:
         """Show that the ranks agree. False if another rank dies meanwhile: then it is done after the next recovery."""
         try:
-            show_equal(self._registry, version, self._past, tensors=self._tensors, since=since)
+            show_equal(self._registry, version, self._past, tensors=self._tensors, since=since, turn=turn)
         except RuntimeError as e:
             if not self._stops.explain(e):
                 raise

@@ -48,7 +48,7 @@ def _arguments(module: ModuleType, variable: str) -> None:
 
 
 def _initialize(module: ModuleType) -> None:
-    """``initialize_megatron`` asserts CUDA unless it is told not to, and ``pretrain`` does not tell it."""
+    """``initialize_megatron`` asserts CUDA unless an argument says otherwise, and ``pretrain`` does not pass it."""
     patched: Any = module
     original = patched.initialize_megatron
 

@@ -397,7 +397,7 @@ class ProtectedLoop:
 def _decided(said: Sequence[bool]) -> bool | None:
     """The earlier decision of a repeated call, on any rank; None: no loop knows of one. A loop that continued
     or ended after the call cannot take that back, and a replacement has got no signal, and sees another time. ``said``:
-    what this rank's loop was told. A collective."""
+    the decision that this rank's loop received. A collective."""
     found: list[bool | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, said[0] if said else None)
     known = [one for one in found if one is not None]

@@ -19,7 +19,7 @@ class PlacedLoader:
 
     @staticmethod
     def fits(loader: Any) -> bool:
-        """Whether ``loader`` has a sampler that begins where it is told."""
+        """Whether ``loader`` has a sampler that begins at a given place."""
         return type(getattr(loader, "batch_sampler", None)).__name__ == "MegatronPretrainingSampler"
 
     def __iter__(self) -> Iterator[Any]:

@@ -211,7 +211,7 @@ class Agent:
 
     def _state_of(self, process: WorkerProcess) -> pb.WorkerState:
         health = process.page.health()
-        here = health.progress_at > 0.0 and health.generation == self._generation  # it has gone on, not only been told
+        here = health.progress_at > 0.0 and health.generation == self._generation  # it has really gone on
         return pb.WorkerState(
             rank=process.place,
             pid=process.pid,

@@ -123,7 +123,7 @@ class Framework:
 
     @property
     def is_there(self) -> bool:
-        """Whether it can be imported, as far as can be told without importing it."""
+        """Whether it can be imported, as far as is known without importing it."""
         return exists(self.package)
 
     def probe(self) -> None:

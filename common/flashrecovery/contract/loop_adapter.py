@@ -15,9 +15,9 @@ __all__ = ["LoopAdapter", "LoopState", "PlacedLoop"]
 
 
 class LoopState(Protocol):
-    """State of the script's own loop that calls read and change. With an attribute ``counted``, users are told at the
-    start what one call is: there are others than a framework's steps. A method ``iteration_of(kind)`` gives the number
-    under which the framework logs the iteration of the call of this kind that is about to be made."""
+    """State of the script's own loop that calls read and change. With an attribute ``counted``, users are informed at
+    the start what one call is: there are others than a framework's steps. A method ``iteration_of(kind)`` gives the
+    number under which the framework logs the iteration of the call of this kind that is about to be made."""
 
     def save(self) -> Any:
         """A copy of the state as a call begins. It stays in this process."""

@@ -742,8 +742,8 @@ class Machine:
             self._steps.recover([], FailureKind.DEADLOCK_SUSPECTED, now, 0.0, now)
 
     def on_stop_request(self, reason: str, now: float, *, by_itself: bool = False, at_once: bool = False) -> None:
-        """The user or the scheduler wants the job to end. ``by_itself``: the script has been told, too, and may end by
-        itself within ``timeouts.signal_grace_s``; ``at_once``: nothing that takes time is done any more."""
+        """The user or the scheduler wants the job to end. ``by_itself``: the script has got the signal, too, and may
+        end by itself within ``timeouts.signal_grace_s``; ``at_once``: nothing that takes time is done any more."""
         job = self.job
         if job.state in (State.FINISHED, State.FAILED):
             if at_once and job.ending.saving:

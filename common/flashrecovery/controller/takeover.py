@@ -118,7 +118,7 @@ class TakeOver:
             self._take_over(now)
 
     def hear_of_staging(self, message: pb.Register) -> None:
-        """A node has been told where the state is that the ranks of another layout begin with."""
+        """A node knows where the state is with which the ranks of another layout begin."""
         if message.HasField("staging") and (
             self._staging is None or message.staging.generation > self._staging.generation
         ):

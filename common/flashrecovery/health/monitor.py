@@ -35,7 +35,7 @@ class Reported:
         self._seen: dict[tuple[object, ...], float] = {}
 
     def fresh(self, findings: Sequence[HealthFinding], now: float) -> list[HealthFinding]:
-        """The findings that have to be told, of all that there are at ``now`` (seconds)."""
+        """The findings that have to be reported, of all that there are at ``now`` (seconds)."""
         present = {f.key: f for f in findings}
         new = [f for key, f in present.items() if key not in self._seen]
         away = {key: seen for key, seen in self._seen.items() if key not in present}

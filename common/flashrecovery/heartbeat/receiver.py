@@ -63,7 +63,7 @@ class Hearer(Protocol):
         """The health of its ranks."""
 
     def connected(self, node: str) -> bool:
-        """Whether ``node`` has a stream, so that it can be told anything."""
+        """Whether ``node`` has a stream, so that messages can be sent to it."""
 
     def after_beats(self) -> None:
         """Called when health of a batch of heartbeats has been delivered."""

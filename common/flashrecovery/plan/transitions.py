@@ -124,7 +124,7 @@ CHANGES: dict[ChangeState, frozenset[ChangeState]] = {
     DrainState.NONE: frozenset({DrainState.ASKED, DrainState.MOVING}),
     DrainState.ASKED: frozenset({DrainState.NONE, DrainState.MOVING}),
     DrainState.MOVING: frozenset({DrainState.NONE}),
-    # STARTED without an order: a controller that takes over has been told so
+    # STARTED without an order: a controller that takes over has learned this from the nodes
     RelayoutState.STABLE: frozenset({RelayoutState.ORDERED, RelayoutState.FORCED, RelayoutState.STARTED}),
     # STARTED without WRITING: from a checkpoint
     RelayoutState.ORDERED: frozenset(

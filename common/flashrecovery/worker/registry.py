@@ -221,7 +221,7 @@ class Registry:
     def find_replicas(self) -> None:
         """Learn which ranks make up replicas, in the launch's size.
 
-        Raises UnsupportedError if that cannot be told from this rank's data-parallel group."""
+        Raises UnsupportedError if that does not follow from this rank's data-parallel group."""
         group = self.replicas()
         if group is None:
             return

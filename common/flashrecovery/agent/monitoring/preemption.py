@@ -1,7 +1,7 @@
 """Notices of preemption: a file appears, a command exits with 0, or a device plugin gives a warning.
 
 Clouds and schedulers announce a preemption in many ways; all of them can be adapted to a file or a command. The source
-is polled until it has announced the preemption once and the controller has been told.
+is polled until it has announced the preemption once and the controller has received that.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class ProcessManager:
         self._orphans = Orphans()
         self._quiet = QuietFence(self.ranks.values, node.tasks)
         self._leaving: list[WorkerProcess] = []
-        self._node_leaves = False  # as far as the node has been told
+        self._node_leaves = False  # as far as the node knows
         self._orders: dict[int, int] = {}  # how often each rank was to be filled
         self._before: dict[int, WorkerProcess] = {}  # killed; filled these ranks, which no other process fills yet
         self._goes_on: set[int] = set()  # ranks whose next processes inherit the pages of the ones before

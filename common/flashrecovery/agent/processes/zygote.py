@@ -55,7 +55,7 @@ class Zygotes:
         self._unwanted: list[Adopted] = []
         self._leave_out: list[str] = []
         self._known = _Known()
-        self._grown: pb.Modules | None = None  # what the growing one has been told
+        self._grown: pb.Modules | None = None  # the modules that the growing one has received
         self._failures = 0
         self._env: Mapping[str, str] = {}
         self._ends = 0  # how often all were lost
@@ -312,5 +312,5 @@ class _Known:
         return pb.Modules(names=list(self._names), origins=self._origins, env=env, unset=sorted(self._differ))
 
     def within(self, told: pb.Modules | None) -> bool:
-        """Whether who has been told this knows everything."""
+        """Whether a zygote that has received this knows everything."""
         return told is not None and self._names.keys() <= {*told.names} and self._differ <= {*told.unset}

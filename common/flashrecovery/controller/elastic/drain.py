@@ -51,7 +51,7 @@ class Drain:
         self._placement = placement
         self._coming = coming
         self._resizing = resizing
-        self._nodes: dict[str, NodeDrain] = {}  # in the order in which they were told
+        self._nodes: dict[str, NodeDrain] = {}  # in the order of the requests
         self._save_wanted = False
 
     def take_save_wanted(self) -> bool:

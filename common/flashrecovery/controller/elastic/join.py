@@ -1,9 +1,9 @@
 """How joining processes become members: all are ready, the ranks pause, and a recovery without a victim follows.
 
 Ranks that are new to an elastic job join at any step boundary: they need what the members hold. A process that takes
-over the rank of a live process needs what only that one has. So the members pause at a step that all can still be told
-of in time, and report the pause once the copies of its version are complete. The state of the processes that leave is
-then held by others, as if their node were lost, and no step is repeated.
+over the rank of a live process needs what only that one has. So the members pause at a step of which all can still be
+informed of in time, and report the pause once the copies of its version are complete. The state of the processes that
+leave is then held by others, as if their node were lost, and no step is repeated.
 
 The same is done if state is sharded among the members. A joining process gets its part when the state is resharded
 (:mod:`flashrecovery.contract.shard_layout`), and a member that dies meanwhile must not take the version with it.

@@ -492,7 +492,7 @@ class Resizing:
     # -- both -------------------------------------------------------------------------------------
 
     def tell(self, version: int) -> bool:
-        """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
+        """The ranks that there are now go on at ``version``. Returns whether they differ from the last announcement, or
         filled by others."""
         self._since.forget_lost()
         self._job.membership.awaited.clear()

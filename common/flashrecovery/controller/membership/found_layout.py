@@ -38,7 +38,7 @@ class FoundLayout:
 
     def why_lost(self) -> str:
         """All have come: why their state is lost; "" if it is not. As long as no rank has been let into its
-        loop in the new layout, one whose script has just begun could not be told from one that has read the state."""
+        loop in the new layout, one whose script has just begun looks like one that has read the state."""
         job = self._job
         if not job.parallel.text or any(record.place not in BUILT_UP for record in job.in_order):
             return ""

@@ -111,7 +111,7 @@ class ElectorSet:
         return True
 
     def changed(self) -> bool:
-        """Whether there are other electors now, of whom all agents must be told."""
+        """Whether the electors have changed, so that all agents must be informed."""
         if not self._quorum.may_change(self._lives):
             return False
         living = [n for n in self._job.nodes.values() if n.state in (NodeState.ACTIVE, NodeState.SPARE)]

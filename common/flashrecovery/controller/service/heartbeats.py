@@ -70,7 +70,7 @@ class ControllerHeartbeats:
             self._to_tell[node] = None
 
     def tick(self, now: float, gathering: bool) -> None:
-        """Tell the next of those who have to be told."""
+        """Inform the next agents that have to be informed."""
         connected = self._connections.connected()
         if not self._to_tell and now - self._round_at >= self._period_s:
             self._round_at = now

@@ -24,7 +24,7 @@ nothing."""
 _AT_ONCE = 50
 """The most agents that are redirected at the same time."""
 _LOOK_AGAIN_S = 0.5
-"""Seconds to the next look when no agent is to be told now."""
+"""Seconds to the next check when no agent has to be redirected now."""
 
 
 class Relays:

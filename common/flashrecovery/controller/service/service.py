@@ -284,7 +284,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self.machine.on_heartbeat(heartbeat, time.monotonic(), node)
 
     def connected(self, node: str) -> bool:
-        """Whether it can be told anything now."""
+        """Whether a message can be sent to it now."""
         return self._agents.is_connected(node)
 
     def after_beats(self) -> None:

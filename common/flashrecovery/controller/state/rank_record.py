@@ -15,7 +15,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class Place(str, Enum):
-    """What the process that fills a rank is doing, as far as the controller has been told."""
+    """What the process that fills a rank is doing, as far as the controller knows."""
 
     EMPTY = "empty"
     STARTING = "starting"

@@ -39,8 +39,8 @@ def members_of(launched: Sequence[int], members: Collection[int], me: int, shape
 
 
 def tells_apart(shape: ReplicaShape) -> bool:
-    """Whether in a job that is launched so what spans the replicas (a process group, a shard) can be told from what is
-    within one: not if one replica is all that there is, and has several ranks."""
+    """Whether, in a job that is launched like this, objects that span replicas (a process group, a shard) can be told
+    from those within one: not if one replica is all that there is, and has several ranks."""
     return shape.replicas > 1
 
 

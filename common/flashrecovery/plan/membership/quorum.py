@@ -65,7 +65,7 @@ class Quorum:
         return bool(self.leader) and self._settled and not whole
 
     def changed(self, nodes: Sequence[Eligible]) -> bool:
-        """Whether there are other electors now, of whom all agents must be told. ``nodes``: those that live."""
+        """Whether the electors have changed, so that all agents must be informed. ``nodes``: those that live."""
         if not self.may_change(lambda e: any(n.elector == e for n in nodes)):
             return False
         chosen = choose(nodes, self.leader, self.electors)
@@ -78,7 +78,7 @@ class Quorum:
 
     def known(self, elector: Elector, version: int, gone: Gone = _nobody) -> bool:
         """``elector`` knows the electors of ``version``. Whether that has settled a change, of which those that vote
-        must be told: until then they need both majorities, too."""
+        must be informed: until then they need both majorities, too."""
         if version != self.version or self._settled:
             return False
         self._knowing.add(elector)

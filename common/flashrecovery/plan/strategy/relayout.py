@@ -95,7 +95,7 @@ class LayoutFacts:
 
     @property
     def most_cp(self) -> int:
-        """The largest context-parallel size that the script could be told."""
+        """The largest context-parallel size that the script could be given."""
         return max(1, self.sequence // 2) if "cp" in self.takes else self.now.cp
 
     def text(self) -> str:

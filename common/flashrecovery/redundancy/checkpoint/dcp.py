@@ -113,7 +113,7 @@ def read_whole(keys: Sequence[str], source: Path | CheckpointIndex) -> dict[str,
 
 
 def unreadable(keys: Sequence[str], directory: Path, errors: tuple[type[Exception], ...]) -> str:
-    """Which of these tensors cannot be read, and its file: ``'x' in FILE: ``, for a message; "" if that cannot be told.
+    """Which of these tensors cannot be read, and its file: ``'x' in FILE: ``, for a message; "" if that is unknown.
     ``errors``: what reading raises then."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -94,7 +94,7 @@ def compare_habits(registry: Registry) -> tuple[list[str], bool]:
         if len({r[_HEAD.size + i * _DIGEST : _HEAD.size + (i + 1) * _DIGEST] for r in rows}) > 1
     ]
     heads = [_HEAD.unpack_from(r) for r in rows]
-    # What the control thread may have been told since the row was written is not forgotten.
+    # News that the control thread has received since the row was written is kept.
     undo, reseal, late = (any(head[i] for head in heads) for i in range(3))
     habits.agree(undo=undo, reseal=reseal, late=late, own=differing)
     different = len({head[4] for head in heads}) > 1

@@ -86,7 +86,7 @@ class Content:
         return digest == self.digest or digest == Content._read(batch, _Reader(in_one=True)).digest
 
     def still_in(self, batch: Any) -> bool:
-        """Whether ``batch`` contains the same as it did then. False also if that cannot be told."""
+        """Whether ``batch`` contains the same as it did then. False also if that is unknown."""
         now = Content.of(batch)
         if self.opaque or self.digest != now.digest or len(self.marks) != len(now.marks):
             return False

@@ -165,7 +165,7 @@ class _Last:
 
     @staticmethod
     def _look() -> _Glance | None:
-        """Equal to an earlier look if nothing has been drawn in between; None if that cannot be told."""
+        """Equal to an earlier look if nothing has been drawn in between; None if that is unknown."""
         numpy = _NUMPY.address
         if not _PYTHON.address or (not numpy and _numpy_random() is not None):
             return None

@@ -18,7 +18,7 @@ from flashrecovery.state.shard import Structure
 
 def glance_at_random(python_address: int, numpy_address: int) -> tuple[bytes, bytes, bytes] | None:
     """A few words of torch's, Python's and numpy's global stream each, which change whenever it is drawn from; None if
-    that cannot be told so cheaply.
+    that cannot be found out so cheaply.
 
     The addresses are those of the Mersenne Twisters of ``random`` and ``numpy.random``; 0 if numpy's is not loaded.
     """

@@ -31,7 +31,7 @@ class _Place:
 
     Attributes:
         run: how often the loop has been begun before.
-        start: random state and generators at the first round of this run, which epochs the samplers had been told, and
+        start: random state and generators at the first round of this run, the epochs that the samplers had, and
             what of the script's objects the source has changed since, as it was.
         digest: of the last round's element.
         before: random states before the last fetches, of those that have drawn from them.

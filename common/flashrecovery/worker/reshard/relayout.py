@@ -271,6 +271,6 @@ class ParallelismRules:
             )
 
     def _modes(self) -> bytes:
-        """What the modules of this rank have been told since their start."""
+        """The settings that the modules of this rank have received since their start."""
         own = [adapter.capture_rank() for adapter in self._registry.adapters]
         return codec.dumps([{key: state.get(key) for key in ("modes", "attributes")} for state in own])

@@ -683,6 +683,20 @@ for step in range(14):
     loss.backward()
     optimizer.step()
     say(step, loss.item())
+=== appended_log
+path = pathlib.Path(os.environ["SMALL_LOOPS"]) / f"log{rank}.txt"
+with open(path, "w"):
+    pass
+for epoch in range(EPOCHS):
+    for a, b in loader:
+        loss = F.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with open(path, "a") as f:
+            f.write(f"{epoch} {loss.item():.6f}\\n")
+for line in path.read_text().splitlines():
+    say(line)
 === next_in_function
 stream = iter(loader)
 def get_batch():

@@ -14,6 +14,10 @@ from flashrecovery.health.xid import xid
 
 LINK_ERRORS = 100
 """NVLink CRC and replay errors between two looks that are too many: single ones are corrected and usual."""
+WINDOW_S = 600.0
+"""A link that errs seldom but steadily slows every collective: its counters are judged over this time, too."""
+WINDOW_ERRORS, WINDOW_RECOVERIES = 1000, 3
+"""In a window, for one link."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,13 @@ class Gpu:
         return f"gpu {self.index} ({self.uuid or 'UUID unknown'})"
 
 
-def judge(gpu: Gpu, start: GpuReading, before: GpuReading, now: GpuReading) -> list[HealthFinding]:
+def judge(
+    gpu: Gpu, start: GpuReading, before: GpuReading, now: GpuReading, oldest: GpuReading | None = None
+) -> list[HealthFinding]:
     """What is wrong with ``gpu`` now. ``start``: the first look. ``before``: the last one."""
     found = [*_xids(now), *_gone(now)]
     if not now.lost and not now.error:
-        found += [*_memory(start, before, now), *_heat(now), *_links(start, before, now)]
+        found += [*_memory(start, before, now), *_heat(now), *_links(start, before, now), *_worn_links(oldest, now)]
     return [
         HealthFinding(severity, "nvidia", gpu.subject, gpu.device, code, text, evidence)
         for severity, code, text, evidence in found
@@ -137,6 +143,20 @@ def _links(start: GpuReading, before: GpuReading, now: GpuReading) -> Iterator[_
         if errors >= LINK_ERRORS:
             code = f"nvlink_{link.number}_errors"
             yield Severity.WARNING, code, f"{name} has many transmission errors", f"{errors} since the last look"
+
+
+def _worn_links(oldest: GpuReading | None, now: GpuReading) -> Iterator[_Found]:
+    """``oldest``: of the last :data:`WINDOW_S` seconds."""
+    then = {link.number: link for link in (oldest.links if oldest is not None else ())}
+    for link in now.links:
+        if link.number not in then:
+            continue
+        errors = _increase(then[link.number].errors, link.errors)
+        recoveries = _increase(then[link.number].recoveries, link.recoveries)
+        if errors >= WINDOW_ERRORS or recoveries >= WINDOW_RECOVERIES:
+            text = f"NVLink {link.number} errs again and again"
+            seen = f"{errors} errors, trained again {recoveries} time(s), within {WINDOW_S / 60:.0f} minutes"
+            yield Severity.WARNING, f"nvlink_{link.number}_worn", text, seen
 
 
 def _increase(before: int | None, now: int | None) -> int:

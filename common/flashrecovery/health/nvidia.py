@@ -6,14 +6,18 @@ needs no look-up of its GPU: a lost GPU could not say its UUID any more.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
+from flashrecovery.health import nvswitch
 from flashrecovery.health.findings import HealthContext, HealthFinding
-from flashrecovery.health.gpu import Gpu, GpuReading, NvLink, TemperatureLimits, judge, visible
+from flashrecovery.health.gpu import WINDOW_S, Gpu, GpuReading, NvLink, TemperatureLimits, judge, visible
 
 T = TypeVar("T")
+_WINDOW_PARTS = 60
 _MOST_EVENTS = 64
 """XIDs taken from one GPU in one look; a storm must not keep the look from its end."""
 
@@ -31,11 +35,15 @@ class NvidiaPlugin:
         """``nvml``: the module pynvml, initialised. ``indices``: NVML's index of each local rank's GPU."""
         self._nvml = nvml
         self._devices = [_Device(nvml, rank, index) for rank, index in enumerate(indices)]
+        self._switches = nvswitch.find()
 
     def health(self) -> list[HealthFinding]:
-        return [finding for device in self._devices for finding in device.look()]
+        found = [finding for device in self._devices for finding in device.look()]
+        return found if self._switches is None else [*found, *self._switches.look()]
 
     def close(self) -> None:
+        if self._switches is not None:
+            self._switches.close()
         for device in self._devices:
             device.close()
         self._nvml.nvmlShutdown()
@@ -90,6 +98,7 @@ class _Device:
         self._limits = TemperatureLimits()
         self._start: GpuReading | None = None
         self._before = GpuReading()
+        self._window: deque[tuple[float, GpuReading]] = deque()  # readings of the last WINDOW_S seconds
 
     def look(self) -> list[HealthFinding]:
         """Read the GPU once, and judge."""
@@ -99,10 +108,20 @@ class _Device:
             if not readable:
                 return judge(self.gpu, now, now, now)
             self._start = self._before = now
-        findings = judge(self.gpu, self._start, self._before, now)
+        findings = judge(self.gpu, self._start, self._before, now, self._oldest(now, readable))
         if readable:  # counters of a GPU that cannot be read count on from where they were
             self._before = now
         return findings
+
+    def _oldest(self, now: GpuReading, readable: bool) -> GpuReading:
+        """Of the window, which ``now`` joins."""
+        at = time.monotonic()
+        while self._window and at - self._window[0][0] > WINDOW_S:
+            self._window.popleft()
+        oldest = self._window[0][1] if self._window else now
+        if readable and (not self._window or at - self._window[-1][0] >= WINDOW_S / _WINDOW_PARTS):
+            self._window.append((at, now))
+        return oldest
 
     def close(self) -> None:
         if self._events is not None:

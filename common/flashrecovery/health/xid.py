@@ -67,7 +67,7 @@ XIDS: Mapping[int, Xid] = MappingProxyType(
         120: Xid(_F, "error of the GPU's system processor (GSP)"),
         121: Xid(_W, "chip-to-chip (C2C) link error, corrected"),
         136: Xid(_F, "NVLink training has failed"),
-        137: Xid(_A, "a peer's access through NVLink to memory that is not there: a consequence of its end"),
+        137: Xid(_W, "a peer's memory cannot be reached through NVLink: mostly its process has ended"),
         140: Xid(_F, "unrecovered ECC error"),
         143: Xid(_F, "the GPU could not be initialised"),
         **{n: Xid(_W, "NVLink error (5th generation); its sub-code tells how bad") for n in range(144, 151)},

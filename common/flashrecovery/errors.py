@@ -71,6 +71,14 @@ class BuildError(FlashRecoveryError):
     """
 
 
+class PreflightError(FlashRecoveryError):
+    """`flashrecovery run --preflight` has found a device that computes or communicates wrongly, or not at all. The job
+    was not started; exit code 2.
+
+    Do: take the node of the device that the message names out, and have the device checked; see health.md#preflight.
+    """
+
+
 class PluginError(FlashRecoveryError):
     """A device plugin cannot be loaded, or returns something other than a `Finding`.
 

@@ -68,6 +68,10 @@ def _run(**given: Any) -> None:
         from flashrecovery.cli.auto_print import print_patch
 
         sys.exit(print_patch(config, launch.command))
+    if launch.hosts is None and config.preflight:
+        from flashrecovery.cli import preflight
+
+        say(preflight.check(config.nproc_per_node, os.environ))
     if launch.hosts is None:
         early_signals.hold()
     with uncollected():

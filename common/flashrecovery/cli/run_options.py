@@ -96,6 +96,7 @@ OWN = (
         help="Directory for events, logs and the rank table.",
     ),
     _option("--health", default=None, help="Device plugins: auto | none | NAME,NAME"),
+    _option("--preflight", is_flag=True, default=None, help="First compute and reduce on each GPU; name a bad one."),
     _option(*_both("max-restarts"), type=int, default=None, help="Restarts before the first step."),
     _option(
         "--auto",

@@ -21,11 +21,26 @@ TIMEOUT_S = 300
 STEPS = (0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "commit", 11)
 BEGUN = (0, "forward", 0), (0, "forward", 1), (1, "backward", 4), (0, "optimizer", 8)
 """An evaluation comes first."""
+COMPILED = (0, "forward", 0), (1, "commit", 3), (0, "optimizer", 7), (1, "commit", 11)
+"""A drill cannot strike amid the backward pass of what Dynamo has compiled."""
 OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[tuple[int, str, int], ...]]] = {
     "order": ((), {"train_sampling_strategy": "group_by_length", "eval_on_start": True}, BEGUN),
     "loss": (
         (),
         {"average_tokens_across_devices": True, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0},
+        STEPS,
+    ),
+    "best": (("--best",), {"save_strategy": "best", "metric_for_best_model": "loss"}, STEPS),
+    "compiled": ((), {"torch_compile": True, "torch_compile_backend": "aot_eager"}, COMPILED),
+    "split": ((), {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 4}, STEPS),
+    "workers": ((), {"dataloader_num_workers": 2}, STEPS),
+    "memory": (
+        (),
+        {
+            "torch_empty_cache_steps": 2,
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        },
         STEPS,
     ),
 }
@@ -107,6 +122,12 @@ def test_what_a_replacement_cannot_know_ends_the_job_by_name(tmp_path: Path) -> 
     [
         pytest.param((), {"auto_find_batch_size": True}, "find the size in a job without recovery", id="batch-size"),
         pytest.param(("--stream",), {}, "a train_dataset without a length", id="stream"),
+        pytest.param(
+            (),
+            {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+            "dataloader_persistent_workers",
+            id="persistent",
+        ),
         pytest.param(
             ("--after", "on_step_begin", "--lines", "0"), {}, "amid the micro-batches of a step", id="amid-a-step"
         ),

@@ -63,10 +63,15 @@ def test_by_deepspeeds_key_alone(kind: str, tmp_path: Path) -> None:
     assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()
 
 
-@pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
-@pytest.mark.parametrize("kind", ["sft-lora", "dpo-lora"])
+@pytest.mark.parametrize(
+    ("kind", "sharding"),
+    [
+        *((kind, sharding) for kind in ("sft-lora", "dpo-lora") for sharding in ((), ("--fsdp",))),
+        ("sft-packed", ()),
+    ],
+)
 def test_by_auto(kind: str, sharding: tuple[str, ...], tmp_path: Path) -> None:
-    """Without a line of ours, adapters as people train them."""
+    """Without a line of ours, adapters as people train them, and rows of several texts."""
     more = ("--unmodified", *sharding)
     job = _run(tmp_path / "run", kind, KILLS, *more, options=("--auto",))
     check_same(job, _run(tmp_path / "reference", kind, (), *more, options=("--auto",)), printed=Printed.LOGS)

@@ -228,26 +228,27 @@ def main() -> None:
     flags.add_argument("--output", type=Path, required=True)
     args = flags.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    arguments = TrainingArguments(
-        output_dir=str(args.output),
-        deepspeed=write_config(args.output, args.zero, off=args.off) if args.by == "deepspeed" else None,
-        max_steps=args.steps,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-        warmup_steps=3,
-        logging_steps=2,
-        eval_strategy="steps",
-        eval_steps=args.save,
-        save_strategy="steps",
-        save_steps=args.save,
-        save_total_limit=1,
-        load_best_model_at_end=args.best,
-        bf16=args.zero == 3,
-        use_cpu=not torch.cuda.is_available(),
-        seed=1,
-        **{"report_to": "none", **args.set},
-    )
+    given = {
+        "output_dir": str(args.output),
+        "deepspeed": write_config(args.output, args.zero, off=args.off) if args.by == "deepspeed" else None,
+        "max_steps": args.steps,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "warmup_steps": 3,
+        "logging_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": args.save,
+        "save_strategy": "steps",
+        "save_steps": args.save,
+        "save_total_limit": 1,
+        "load_best_model_at_end": args.best,
+        "bf16": args.zero == 3,
+        "use_cpu": not torch.cuda.is_available(),
+        "seed": 1,
+        "report_to": "none",
+    }
+    arguments = TrainingArguments(**{**given, **args.set})
     if args.by == "fsdp" and not torch.cuda.is_available():
         shard_on_cpus()
     for rank in {args.die_before, args.die_half} - {-1}:

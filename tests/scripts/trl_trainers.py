@@ -98,6 +98,12 @@ def _sft(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     return SFTTrainer(model=_model(), args=SFTConfig(**common), train_dataset=_lines("text"), **rest)
 
 
+def _sft_packed(common: dict[str, Any], rest: dict[str, Any]) -> Any:
+    """Rows of several texts each."""
+    args = SFTConfig(**{**common, "max_length": 16}, packing=True)
+    return SFTTrainer(model=_model(), args=args, train_dataset=_lines("text"), **rest)
+
+
 def _sft_lora(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     from peft import LoraConfig
 
@@ -204,6 +210,7 @@ def _rloo(common: dict[str, Any], rest: dict[str, Any]) -> Any:
 
 KINDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "sft": _sft,
+    "sft-packed": _sft_packed,
     "sft-lora": _sft_lora,
     "zero3-lora": _sft_lora_zero3,
     "dpo": _dpo,

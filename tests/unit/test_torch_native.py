@@ -34,6 +34,7 @@ from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, ModuleAdapter, PlainAdapter, adapter_for, ddp_reducer
 from flashrecovery.worker.data.forwards import Forwards
+from flashrecovery.worker.local_state.own_hook import OwnHook
 
 
 class Net(nn.Module):
@@ -411,6 +412,14 @@ def test_a_watched_model_is_copied_and_saved_like_any_other() -> None:
         )
     model(torch.ones(1, 3)).sum().backward()
     assert recorder.moments == ["sealed", "synchronising", "sealed"]
+
+
+def test_the_end_of_a_forward_pass_is_not_compiled_with_it() -> None:
+    """As with accelerate, which compiles the wrapper with what is in it."""
+    model = Net()
+    adapter_for(model, [SGD(model.parameters(), lr=0.1)]).watch(Recorder())
+    (hook,) = (one for one in model._forward_hooks.values() if isinstance(one, OwnHook))
+    assert hook._function._torchdynamo_disable  # type: ignore[attr-defined]
 
 
 def test_moments_of_a_step() -> None:

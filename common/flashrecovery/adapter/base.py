@@ -195,7 +195,7 @@ class TorchAdapter(InspectableAdapter):
         self._hooks = hooks
         self._setters = Setters(self._setting())
         for module in self.entry_modules():
-            self._handles.append(module.register_forward_hook(OwnHook(self._after_forward)))
+            self._handles.append(module.register_forward_hook(OwnHook(not_traced(self._after_forward))))
         for optimizer in self.optimizers:
             _make_hookable(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(not_traced(self._before_optimizer)))

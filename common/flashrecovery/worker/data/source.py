@@ -152,7 +152,7 @@ class Source:
         """Replace persistent workers in each epoch: they continue the random numbers of the previous epoch, and a new
         worker cannot be brought to that state. Workers that hold a stateful data set are kept: torchdata's loader saves
         its state."""
-        loader = self.loader
+        loader = self.loader.shard.base_dataloader if isinstance(self.loader, PreparedLoader) else self.loader
         if not isinstance(loader, DataLoader) or not loader.persistent_workers:
             return
         if self._stateful and (is_stateful(loader.dataset) or getattr(loader, "_initial_iter_for_state_dict", False)):

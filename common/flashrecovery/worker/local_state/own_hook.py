@@ -25,9 +25,13 @@ class OwnHook:
 
 
 def not_traced(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` as a hook of an optimizer. Where the script compiles ``optimizer.step``, Dynamo would trace what the
-    hook does, agreements between the ranks included, and make it a part of its graph. It breaks the graph here instead;
-    with ``fullgraph=True`` it raises its own error with this reason."""
-    reason = "flashrecovery has to know when an optimizer begins and ends its step; compile it without fullgraph=True"
+    """``function`` as a hook of an optimizer, or of a module that the script calls. Where the script compiles
+    ``optimizer.step``, or the wrapper around its model, Dynamo would trace what the hook does, agreements between the
+    ranks included, and make it a part of its graph. It breaks the graph here instead; with ``fullgraph=True`` it raises
+    its own error with this reason."""
+    reason = (
+        "flashrecovery has to know when a forward pass is over, and when an optimizer begins and ends its step; "
+        "compile it without fullgraph=True"
+    )
     result: Callable[..., None] = torch.compiler.disable(function, reason=reason)
     return result

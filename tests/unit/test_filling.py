@@ -30,7 +30,7 @@ def process(name: str) -> Any:
     it.gone, it.hear_out, it.end = AsyncMock(return_value=True), AsyncMock(), AsyncMock(return_value=-9)
     it.connect = AsyncMock(return_value=MagicMock())
     it.ready, it.dead, it.failed, it.rank, it.attempt, it.joining = True, False, False, None, 0, False
-    it.take_rank = partial(WorkerProcess.take_rank, it)
+    it.take_rank, it.expect_death = partial(WorkerProcess.take_rank, it), partial(WorkerProcess.expect_death, it)
     it.exited, it.local_rank, it.place, it.pid = False, 0, 0, 7
     it.page.local_state_versions.return_value, it.page.early_local_states.return_value = [5], []
     it.page.inheritance.return_value.__enter__.return_value.nbytes, it.page.closed = 0, False

@@ -213,6 +213,9 @@ class Worker(SimpleNamespace):
     def kill(self) -> None:
         self.killed = True
 
+    def expect_death(self) -> None:
+        self.dead = True
+
 
 class Node:
     """A node with ranks 2 and 3, without any process, and what is said of it."""

@@ -376,7 +376,7 @@ def test_a_node_that_is_lost_on_the_way() -> None:
     assert not world.machine.job.membership.joining and len(world.notices("joining_process_given_up")) == 2
     assert world.machine.job.state is State.RUNNING, "no member was there"
     world.silent = set()
-    world.join("node1", incarnation="again")
+    world.join("node1", incarnation="a third time")
     world.go_on()
     assert len(world.machine.job.ranks) == 4
 

@@ -25,9 +25,8 @@ class QuietAbort:
 
     def opened(self, generation: int) -> None:
         """Communicators have been made, by the calling thread."""
-        self._device = (
-            accelerator().current()
-        )  # of the thread that trains: the one that aborts has no device of its own
+        # Of the thread that trains: the one that aborts may have another one.
+        self._device = accelerator().current()
         self._page.set_communicators(Communicators.OPEN, generation)
 
     def before_aborts(self) -> None:

@@ -35,6 +35,10 @@ class RankReport:
     wrong: str = ""
     ended: str = ""
 
+    def has_ended(self, how: str) -> None:
+        """Its process has ended before it was through, or cannot be ended."""
+        self.ended = how
+
     def take(self, line: str) -> None:
         """One line of its output; what is not its own is left out."""
         try:
@@ -134,10 +138,10 @@ def _read(process: subprocess.Popen[str], report: RankReport) -> None:
     try:
         out, err = process.communicate(timeout=5.0)
     except subprocess.TimeoutExpired:  # in uninterruptible sleep: nothing is waited for
-        report.ended = "cannot be killed"
+        report.has_ended("cannot be killed")
         return
     for line in out.splitlines():
         report.take(line)
     if not killed and process.returncode not in (0, -signal.SIGKILL):
         last = err.strip().splitlines()[-1:] or [""]
-        report.ended = f"ended with code {process.returncode} ({last[0]})" if last[0] else f"code {process.returncode}"
+        report.has_ended(f"ended with code {process.returncode}" + (f" ({last[0]})" if last[0] else ""))

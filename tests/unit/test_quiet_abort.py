@@ -176,6 +176,23 @@ def test_one_that_never_answers_is_killed_all_the_same() -> None:
     on_a_node(2, body)
 
 
+def test_two_that_wait_for_the_same_processes_both_come_to_an_end() -> None:
+    """A whole node is dismissed, or the job ends while a rank is being filled."""
+
+    async def body(node: Agents) -> None:
+        node.at(OPEN, OPEN)
+        for process in node.processes:
+            node.fence.fence(process, "a test")
+        endings = [asyncio.create_task(node.fence.ended(node.processes)) for _ in node.processes]
+        await asyncio.sleep(0.05)
+        node.at(NONE, NONE)
+        await asyncio.wait_for(asyncio.gather(*endings), 5)
+        for process in node.processes:
+            assert await process.end(5) == -signal.SIGKILL
+
+    on_a_node(2, body)
+
+
 class Device:
     """``busy``: its kernels run, or wait."""
 

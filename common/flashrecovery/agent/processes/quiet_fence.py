@@ -48,15 +48,13 @@ class QuietFence:
         return False
 
     async def ended(self, processes: Sequence[WorkerProcess]) -> None:
-        """Kill these processes, of which :meth:`fence` has told some to abort, as soon as that may be."""
-        left = [process for process in processes if process in self._fenced]
-        while left:
+        """Kill these processes, of which :meth:`fence` has told some to abort, as soon as that may be. Others may be
+        waiting for the same ones."""
+        while left := [process for process in processes if process in self._fenced]:
             for process in [p for p in left if self._may_kill(p, processes)]:
                 process.kill()
-                self._fenced.pop(process, None)
-                left.remove(process)
-            if left:
-                await asyncio.sleep(_LOOK_S)
+                del self._fenced[process]
+            await asyncio.sleep(_LOOK_S)
 
     def watch(self) -> None:
         """Ranks have been told to stop: have those abort that may."""

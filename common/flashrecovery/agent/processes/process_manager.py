@@ -20,7 +20,7 @@ from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.agent.processes.logs import LogTail
 from flashrecovery.agent.processes.orphans import Orphans
 from flashrecovery.agent.processes.process import WorkerProcess
-from flashrecovery.agent.processes.procfs import session_members, uninterruptible
+from flashrecovery.agent.processes.procfs import KernelSleep, session_members, uninterruptible
 from flashrecovery.agent.processes.providers import Forked, ProcessOrder, ProcessProvider, Spawned
 from flashrecovery.agent.processes.quiet_fence import QuietFence
 from flashrecovery.agent.processes.setup_logs import SetupLogs
@@ -92,6 +92,31 @@ class NodeParts:
     gpu_fence: GpuFence
     snapshots: NodeSnapshots
     places: Places | None = None
+
+
+class _KilledLooks:
+    """One look at killed processes of a rank after each ``timeouts.fence_s`` that has not been enough for their end."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._count = 0
+        self._asleep: set[KernelSleep] = set()
+
+    def endless(self, pids: Sequence[int]) -> str:
+        """Which of them never ends, and how that shows; "": it may still come."""
+        self._count += 1
+        before, self._asleep = self._asleep, set()
+        for pid in pids:
+            asleep = uninterruptible(pid)
+            self._asleep |= asleep
+            for thread in sorted(asleep & before, key=lambda sleep: sleep.thread):
+                return self._text(pid, str(thread))
+        if self._count < _ENDLESS:
+            return ""
+        return self._text(pids[0], f"{self._count} x timeouts.fence_s have passed")
+
+    def _text(self, pid: int, why: str) -> str:
+        return f"SIGKILL does not end pid {pid} of rank {self._rank}: {why}"
 
 
 class ProcessManager:
@@ -202,12 +227,11 @@ class ProcessManager:
 
     async def _bury_old(self, rank: int, old: WorkerProcess, *, hear_out: bool) -> bool:
         """Returns when the old process has ended and its GPU memory is free; False if that never comes."""
-        looks = 0
+        looks = _KilledLooks(rank)
         while not await old.gone(self._config.timeouts.fence_s):
-            looks += 1
             waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
             self._foreman.notice(rank, NoticeKind.FENCE_TIMEOUT, waits)
-            if self._never_ends(rank, [old.pid], looks):
+            if self._never_ends(rank, looks.endless([old.pid])):
                 return False
         if not await self._free_gpu(rank, old):
             return False
@@ -216,15 +240,11 @@ class ProcessManager:
         self._tasks.start(self._bury(old))
         return True
 
-    def _never_ends(self, rank: int, pids: Sequence[int], looks: int) -> bool:
-        """Whether one of these killed processes is not waited for any more, after so many times ``timeouts.fence_s``.
-        The job is told."""
-        for pid in pids:
-            why = uninterruptible(pid) or (f"{looks} x timeouts.fence_s have passed" if looks >= _ENDLESS else "")
-            if why:
-                self._foreman.never_ends(rank, f"SIGKILL does not end pid {pid} of rank {rank}: {why}")
-                return True
-        return False
+    def _never_ends(self, rank: int, why: str) -> bool:
+        """Whether a killed process is not waited for any more; the job is told why."""
+        if why:
+            self._foreman.never_ends(rank, why)
+        return bool(why)
 
     async def _fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         rank, replace = command.rank, command.replace
@@ -308,14 +328,13 @@ class ProcessManager:
     async def _free_gpu(self, rank: int, gone: WorkerProcess) -> bool:
         """Wait until a process has nothing left on its GPU that ``rank`` is to use; False if that never comes. Not for
         one that lives, and has not been asked to end for long: what it has may still be needed."""
-        looks = 0
+        looks = _KilledLooks(rank)
         while not await self._gpu_fence.released(gone, self._config.timeouts.fence_s):
             if not gone.dead and self.ranks.get(gone.place) is gone:
                 return True
-            looks += 1
             waits = f"pid {gone.pid} still has memory on its GPU; its rank is not filled before it is free"
             self._foreman.notice(rank, NoticeKind.FENCE_TIMEOUT, waits)
-            if self._never_ends(rank, session_members(gone.pid) or [gone.pid], looks):
+            if self._never_ends(rank, looks.endless(session_members(gone.pid) or [gone.pid])):
                 return False
         self._leave_gpu(gone)
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _STATE, _SESSION, _FLAGS, _STARTED, _EXIT_CODE = 0, 3, 6, 19, 49  # fields after "pid (comm) "
 _PF_EXITING = 0x4
@@ -110,19 +110,42 @@ def is_exiting(pid: int) -> bool:
     return fields is None or bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
-def uninterruptible(pid: int) -> str:
-    """Which thread of the process is in uninterruptible sleep (state D: a mount that does not answer, a driver), and
-    where in the kernel; "" if none is. A thread is so for a moment in any input or output: ask when SIGKILL should have
-    ended the process long ago."""
+@dataclass(frozen=True)
+class KernelSleep:
+    """A thread in uninterruptible sleep (state D: a mount that does not answer, a driver). Seen twice, it is equal only
+    if the thread has not run meanwhile.
+
+    Attributes:
+        switches: how often the thread has been switched out since its start.
+        where: the kernel function.
+    """
+
+    thread: int
+    switches: int
+    where: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"thread {self.thread} is in uninterruptible sleep ({self.where})"
+
+
+def uninterruptible(pid: int) -> set[KernelSleep]:
+    """The threads of a process that are in uninterruptible sleep. One is so for a moment in any input or output, and
+    again and again on a slow disk: ask twice."""
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
+        threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
     except (FileNotFoundError, ProcessLookupError):
-        return ""
-    for thread in sorted(threads, key=int):
-        fields = _stat(int(thread))
-        if fields is not None and fields[_STATE] == "D":
-            return f"thread {thread} is in uninterruptible sleep ({_waits_in(int(thread))})"
-    return ""
+        return set()
+    asleep = [thread for thread in threads if (fields := _stat(thread)) is not None and fields[_STATE] == "D"]
+    return {KernelSleep(thread, _switches(thread), _waits_in(thread)) for thread in asleep}
+
+
+def _switches(thread: int) -> int:
+    """Of its own will or not."""
+    try:
+        with open(f"/proc/{thread}/status") as f:
+            return sum(int(line.split()[1]) for line in f if "ctxt_switches:" in line)
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
 
 
 def _waits_in(thread: int) -> str:

@@ -434,7 +434,8 @@ class RunConfig(Settings):
     preflight: bool = Field(
         False,
         description="before the job starts, each node multiplies matrices and reduces numbers of known result on each "
-        "of its GPUs (without GPUs: in each rank), in a minute at most; a bad one is named, and no job starts",
+        "of its GPUs (without GPUs: in each rank), in a minute once all have started; a bad one is named, and no job "
+        "starts",
     )
     notice: NoticeSettings = Field(NoticeSettings(), description="how this node learns that it will be preempted")
     max_restarts: int = Field(3, ge=0, description="most restarts of the whole job before the first trained step")

@@ -1,4 +1,5 @@
-"""A rank of the preflight check whose device is bad: ``PREFLIGHT_FAULT=RANK:gemm|sum|exit|hang``."""
+"""A rank of the preflight check whose device is bad: ``PREFLIGHT_FAULT=RANK:gemm|sum|exit|hang|stay|talk``;
+``talk``: it is not bad, and prints much."""
 
 from __future__ import annotations
 
@@ -34,6 +35,11 @@ if rank == os.environ["RANK"]:
         dist.all_reduce = wrong_sum
     elif fault == "exit":
         sys.exit("the device is gone")
+    elif fault == "stay":
+        torch.mm = lambda *arguments: time.sleep(600)  # type: ignore[assignment]
+    elif fault == "talk":
+        print("NCCL INFO " * 20_000, file=sys.stdout, flush=True)
+        print("NCCL INFO " * 20_000, file=sys.stderr, flush=True)
     elif fault == "hang":
         time.sleep(600)
 sys.exit(preflight_rank.main())

@@ -19,7 +19,7 @@ from flashrecovery import events as ev
 from flashrecovery.agent.processes import process_manager
 from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.agent.processes.process_manager import ProcessManager
-from flashrecovery.agent.processes.procfs import KernelSleep, uninterruptible
+from flashrecovery.agent.processes.procfs import uninterruptible
 from flashrecovery.controller.membership.admission import refusal
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.plan.transitions import State
@@ -37,10 +37,11 @@ def test_who_sleeps_so_is_told_from_the_kernels_table() -> None:
         assert not uninterruptible(process.pid)
         with frozen.frozen(process.pid):
             process.kill()
-            (found,) = uninterruptible(process.pid)
-            assert f"thread {process.pid} is in uninterruptible sleep (" in str(found)
+            found = uninterruptible(process.pid)
+            (text,) = found.values()
+            assert f"thread {process.pid} is in uninterruptible sleep (" in text
             time.sleep(0.1)
-            assert uninterruptible(process.pid) == {found}, "it has not run meanwhile"
+            assert uninterruptible(process.pid) == found, "it has not run meanwhile"
             assert process.poll() is None
         assert process.wait(10) == -signal.SIGKILL
         assert not uninterruptible(process.pid)
@@ -53,7 +54,7 @@ def test_one_that_is_slow_to_end_has_run_between_two_looks(tmp_path: Path, monke
         node = Node.of(tmp_path)
         foreman = _limits(node.manager, 10.0)
         node.old.gone = AsyncMock(side_effect=[False, False, False, True])
-        sleeps = iter([{KernelSleep(7, 100, "io_schedule")}, {KernelSleep(7, 130, "io_schedule")}, set()])
+        sleeps = iter([{(7, 100): "thread 7 sleeps"}, {(7, 130): "thread 7 sleeps"}, {}])
         monkeypatch.setattr(process_manager, "uninterruptible", lambda pid: next(sleeps))
         assert await node.manager._bury_old(0, node.old, hear_out=False)
         foreman.never_ends.assert_not_called()
@@ -98,7 +99,7 @@ def test_one_that_does_not_end_for_long_never_does(tmp_path: Path, monkeypatch: 
     async def live() -> None:
         node = Node.of(tmp_path)
         foreman = _limits(node.manager, 10.0)
-        monkeypatch.setattr(process_manager, "uninterruptible", lambda pid: set())
+        monkeypatch.setattr(process_manager, "uninterruptible", lambda pid: {})
         node.old.gone = AsyncMock(return_value=False)
         assert not await node.manager._bury_old(0, node.old, hear_out=False)
         assert node.old.gone.await_count == process_manager._ENDLESS

@@ -34,6 +34,11 @@ def _adopt(
             f"elastic = {config.elastic.text}: not with ranks that a launcher has started ({task.launcher}); use "
             "`flashrecovery run`"
         )
+    if config.preflight:
+        raise ConfigError(
+            f"preflight = true: not with ranks that a launcher has started ({task.launcher}), because each task is one "
+            "rank; use `flashrecovery run`"
+        )
     if config.auto == "print":
         raise ConfigError(
             f"auto = 'print': not with ranks that a launcher has started ({task.launcher}); use `flashrecovery run "

@@ -2,7 +2,8 @@
 
 Before the job starts, one process for each local rank multiplies matrices of known result on its GPU (without GPUs: on
 the CPU), then all of them reduce numbers of known sums. All numbers are small integers, which every floating-point unit
-adds up exactly, so one wrong bit is an error. In a minute at most; with several nodes each looks at itself.
+adds up exactly, so one wrong bit is an error. In a minute at most, from when all have started; with several nodes each
+looks at itself.
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flashrecovery.errors import PreflightError
 
 LIMIT_S = 60.0
+"""From when all have started."""
+START_S = 180.0
+"""For imports from a cold or distant disk, and for the driver to come up."""
 STAGES = ("start", "gemm", "all-reduce")
 """In this order; each rank says when it has come through one."""
+FOLDER_ENV, PARENT_ENV = "FLASHRECOVERY_PREFLIGHT_FOLDER", "FLASHRECOVERY_PREFLIGHT_PARENT"
 RANK_PROGRAM = (sys.executable, "-m", "flashrecovery.cli.preflight_rank")
 
 
@@ -36,7 +43,7 @@ class RankReport:
     ended: str = ""
 
     def has_ended(self, how: str) -> None:
-        """Its process has ended before it was through, or cannot be ended."""
+        """Its process has ended before it was through."""
         self.ended = how
 
     def take(self, line: str) -> None:
@@ -62,12 +69,16 @@ class RankReport:
 
 
 def verdict(reports: Sequence[RankReport], seconds: float) -> str:
-    """What is wrong, device by device; "": nothing. Who has found a wrong result is named; then who ended, or stands
-    still, in the earliest stage: others mostly wait for it."""
+    """What is wrong, device by device; "": nothing. Who has found a wrong result is named; then who ended in the
+    earliest stage; then, where none did, who stands still there: others mostly wait for it.
+
+    Args:
+        seconds: how long those had that have not ended.
+    """
     wrong = [f"{one.name}: {one.wrong}" for one in reports if one.wrong]
     if wrong:
         return "; ".join(wrong)
-    late = [one for one in reports if one.at]
+    late = [one for one in reports if one.ended] or [one for one in reports if one.at]
     if not late:
         return ""
     first = min(STAGES.index(one.at) for one in late)
@@ -88,60 +99,58 @@ def check(ranks: int, environment: Mapping[str, str], program: Sequence[str] = R
         program: how one of them is started; a test's own.
     """
     began = time.monotonic()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**environment, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
-    reports = [RankReport(rank) for rank in range(ranks)]
-    try:
-        _wait(processes, began + LIMIT_S)
-    finally:
+    with tempfile.TemporaryDirectory(prefix="flashrecovery-preflight-") as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        own = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        own |= {FOLDER_ENV: temporary, PARENT_ENV: str(os.getpid())}
+        processes = []
+        for rank in range(ranks):
+            env = {**environment, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # Files: a pipe holds 64 KiB, and NCCL_DEBUG=INFO says more.
+            out, err = (stack.enter_context((folder / f"{name}.{rank}").open("wb")) for name in ("out", "err"))
+            processes.append(subprocess.Popen([*program], stdout=out, stderr=err, start_new_session=True, env=env))
+            stack.callback(_end, processes[-1])
+        limit_s = _wait(processes, folder)
+        over = [process.poll() for process in processes]
         for process in processes:
             _end(process)
-    for process, report in zip(processes, reports, strict=True):
-        _read(process, report)
-    bad = verdict(reports, LIMIT_S)
+        reports = [_report(folder, rank, code) for rank, code in enumerate(over)]
+    bad = verdict(reports, limit_s)
     if bad:
         raise PreflightError(f"preflight: {bad}")
     seconds = time.monotonic() - began
     return f"preflight: {', '.join(one.name for one in reports)}: GEMM and all-reduce are right ({seconds:.1f} s)"
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]], until: float) -> None:
-    """Until all have ended; a little longer than the first that fails, for the others to say what they have found."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> float:
+    """Until all have ended, or for the limit, which is returned; a little longer than the first that fails, for the
+    others to say what they have found."""
+    limit_s = START_S
+    until = time.monotonic() + limit_s
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        if limit_s == START_S and all(_report(folder, rank, None).at != "start" for rank in range(len(processes))):
+            limit_s = LIMIT_S
+            until = time.monotonic() + limit_s
         if any(process.poll() for process in processes):
             until = min(until, time.monotonic() + 2.0)
-        time.sleep(0.02)
+        time.sleep(0.05)
+    return limit_s
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
+        process.wait(5.0)
+    except (ProcessLookupError, subprocess.TimeoutExpired):  # in uninterruptible sleep: nothing is waited for
         pass
 
 
-def _read(process: subprocess.Popen[str], report: RankReport) -> None:
-    killed = process.poll() is None
-    try:
-        out, err = process.communicate(timeout=5.0)
-    except subprocess.TimeoutExpired:  # in uninterruptible sleep: nothing is waited for
-        report.has_ended("cannot be killed")
-        return
-    for line in out.splitlines():
+def _report(folder: Path, rank: int, code: int | None) -> RankReport:
+    """What a rank has said so far. ``code``: with which it has ended by itself; None: it has not."""
+    report = RankReport(rank)
+    for line in (folder / f"out.{rank}").read_text(errors="replace").splitlines():
         report.take(line)
-    if not killed and process.returncode not in (0, -signal.SIGKILL):
-        last = err.strip().splitlines()[-1:] or [""]
-        report.has_ended(f"ended with code {process.returncode}" + (f" ({last[0]})" if last[0] else ""))
+    if code:
+        last = (folder / f"err.{rank}").read_text(errors="replace").strip().splitlines()[-1:]
+        report.has_ended(f"ended with code {code}" + "".join(f" ({line})" for line in last))
+    return report

@@ -12,12 +12,17 @@ import time
 import torch
 import torch.distributed as dist
 
+from flashrecovery.cli.preflight import FOLDER_ENV, PARENT_ENV
+from flashrecovery.runtime.process_control import die_with_parent
+
 _GEMM = {"cuda": 2048, "cpu": 256}
 """Rows and columns of the matrices."""
 _ROUNDS = {"cuda": 200, "cpu": 4}
 _NUMBERS = {"cuda": 1 << 24, "cpu": 1 << 18}
 """Of each rank, in the all-reduce."""
 _GEMM_S = 20.0
+_PEERS = datetime.timedelta(seconds=300)
+"""More than a preflight takes: it decides who is late."""
 _REDUCES = 8
 
 
@@ -75,6 +80,7 @@ def device_of(local_rank: int) -> tuple[torch.device, str]:
 
 
 def main() -> int:
+    die_with_parent(int(os.environ[PARENT_ENV]))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, name = device_of(int(os.environ["LOCAL_RANK"]))
     say(device=name, passed="start")
@@ -84,7 +90,8 @@ def main() -> int:
         return 1
     say(passed="gemm")
     alone = device.type == "cuda" and torch.cuda.device_count() >= world
-    dist.init_process_group("nccl" if alone else "gloo", timeout=datetime.timedelta(seconds=30))
+    meet = f"file://{os.environ[FOLDER_ENV]}/store"
+    dist.init_process_group("nccl" if alone else "gloo", meet, timeout=_PEERS, world_size=world, rank=rank)
     wrong = all_reduce(device if alone else torch.device("cpu"), rank, world)
     if wrong:
         say(wrong=wrong)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,59 @@ def test_a_bad_one_is_named(fault: str, said: str) -> None:
 
 
 def test_one_that_stands_still_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "LIMIT_S", 15.0)
+    monkeypatch.setattr(preflight, "START_S", 15.0)
     began = time.monotonic()
     with pytest.raises(PreflightError, match=r"local rank 1: has not ended within 15 s, in stage start$"):
         _check("1:hang")
     assert time.monotonic() - began < 40
+
+
+def test_one_that_prints_more_than_a_pipe_holds_is_healthy() -> None:
+    """As NCCL does with NCCL_DEBUG=INFO."""
+    assert "GEMM and all-reduce are right" in _check("1:talk")
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait_until(so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_nothing_is_left_of_one_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from flashrecovery.cli import preflight\n"
+        f"preflight.check(1, os.environ, (sys.executable, {str(SCRIPT)!r}))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PREFLIGHT_FAULT": "0:stay", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as launcher:
+        _wait_until(lambda: any("start" in path.read_text() for path in tmp_path.glob("*/out.0")))
+        ranks = _children(launcher.pid)
+        assert ranks
+        launcher.kill()
+    _wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (preflight.RankReport(1, "GPU 1", ["start"]), "GPU 1: has not ended within 60 s, in stage gemm"),
+        (preflight.RankReport(1, "GPU 1", [], ended="ended with code 1"), "GPU 1: ended with code 1, in stage start"),
+        (
+            preflight.RankReport(1, "GPU 1", ["start"], ended="ended with code 1"),
+            "GPU 1: ended with code 1, in stage gemm",
+        ),
+    ],
+)
+def test_healthy_ones_that_wait_for_it_are_not_named(one: preflight.RankReport, said: str) -> None:
+    slow = preflight.RankReport(2, "GPU 2", [])
+    waits = preflight.RankReport(0, "GPU 0", ["start", "gemm"])
+    assert preflight.verdict([waits, one, *([slow] if one.ended else [])], 60.0) == said
 
 
 def test_a_job_starts_behind_it(tmp_path: Path) -> None:

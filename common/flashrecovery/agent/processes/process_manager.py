@@ -20,7 +20,7 @@ from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.agent.processes.logs import LogTail
 from flashrecovery.agent.processes.orphans import Orphans
 from flashrecovery.agent.processes.process import WorkerProcess
-from flashrecovery.agent.processes.procfs import KernelSleep, session_members, uninterruptible
+from flashrecovery.agent.processes.procfs import session_members, uninterruptible
 from flashrecovery.agent.processes.providers import Forked, ProcessOrder, ProcessProvider, Spawned
 from flashrecovery.agent.processes.quiet_fence import QuietFence
 from flashrecovery.agent.processes.setup_logs import SetupLogs
@@ -100,17 +100,17 @@ class _KilledLooks:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._count = 0
-        self._asleep: set[KernelSleep] = set()
+        self._asleep: dict[tuple[int, int], str] = {}
 
     def endless(self, pids: Sequence[int]) -> str:
         """Which of them never ends, and how that shows; "": it may still come."""
         self._count += 1
-        before, self._asleep = self._asleep, set()
+        before, self._asleep = self._asleep, {}
         for pid in pids:
             asleep = uninterruptible(pid)
             self._asleep |= asleep
-            for thread in sorted(asleep & before, key=lambda sleep: sleep.thread):
-                return self._text(pid, str(thread))
+            for thread in asleep.keys() & before.keys():
+                return self._text(pid, asleep[thread])
         if self._count < _ENDLESS:
             return ""
         return self._text(pids[0], f"{self._count} x timeouts.fence_s have passed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _STATE, _SESSION, _FLAGS, _STARTED, _EXIT_CODE = 0, 3, 6, 19, 49  # fields after "pid (comm) "
 _PF_EXITING = 0x4
@@ -110,33 +110,23 @@ def is_exiting(pid: int) -> bool:
     return fields is None or bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
-@dataclass(frozen=True)
-class KernelSleep:
-    """A thread in uninterruptible sleep (state D: a mount that does not answer, a driver). Seen twice, it is equal only
-    if the thread has not run meanwhile.
+def uninterruptible(pid: int) -> dict[tuple[int, int], str]:
+    """Which threads of a process are in uninterruptible sleep (state D: a mount that does not answer, a driver), and
+    where in the kernel. One is so for a moment in any input or output, and again and again on a slow disk: ask twice.
 
-    Attributes:
-        switches: how often the thread has been switched out since its start.
-        where: the kernel function.
+    Returns:
+        From each thread, and how often it has been switched out since its start, to words about it. The same key in a
+        later answer: the thread has not run in between.
     """
-
-    thread: int
-    switches: int
-    where: str = field(compare=False)
-
-    def __str__(self) -> str:
-        return f"thread {self.thread} is in uninterruptible sleep ({self.where})"
-
-
-def uninterruptible(pid: int) -> set[KernelSleep]:
-    """The threads of a process that are in uninterruptible sleep. One is so for a moment in any input or output, and
-    again and again on a slow disk: ask twice."""
     try:
         threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
     except (FileNotFoundError, ProcessLookupError):
-        return set()
-    asleep = [thread for thread in threads if (fields := _stat(thread)) is not None and fields[_STATE] == "D"]
-    return {KernelSleep(thread, _switches(thread), _waits_in(thread)) for thread in asleep}
+        return {}
+    asleep = [thread for thread in sorted(threads) if (fields := _stat(thread)) is not None and fields[_STATE] == "D"]
+    return {
+        (thread, _switches(thread)): f"thread {thread} is in uninterruptible sleep ({_waits_in(thread)})"
+        for thread in asleep
+    }
 
 
 def _switches(thread: int) -> int:

@@ -39,7 +39,7 @@ DDP = (
         "teacher",
         "recurrent",
     ),
-    *("nano", "mingpt", "tutorial", "imagenet", "streamed", "skips"),
+    *("nano", "mingpt", "tutorial", "imagenet", "streamed", "skips", "infinite", "ahead", "shuffles"),
 )
 SHAPES = (*DDP, "by_hand", "fsdp2", "fsdp2_epochs", "fsdp2_evaluated")
 FEW = ("accumulation", "flushed", "accumulated")

@@ -887,6 +887,75 @@ def endless() -> None:
     say("end", step, mean.item().hex())
 
 
+class Infinite:
+    """Begins its loader again at its end, as DeepSpeed's examples have it. ``ahead``: batches that it fetches early."""
+
+    def __init__(self, loader: DataLoader[Any], ahead: int = 0) -> None:
+        self.loader, self.ahead = loader, ahead
+        self.batches = iter(loader)
+        self.waiting: list[Any] = []
+
+    def __iter__(self) -> Infinite:
+        return self
+
+    def __next__(self) -> Any:
+        while len(self.waiting) <= self.ahead:
+            try:
+                self.waiting.append(next(self.batches))
+            except StopIteration:
+                self.batches = iter(self.loader)
+        return self.waiting.pop(0)
+
+
+class Jittered(TensorDataset):
+    """Each of its samples draws from the same stream as the order does."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.1 * torch.rand_like(inputs), targets
+
+
+def reshuffled(batches: Any) -> None:
+    model = wrapped(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watched.extend([model, optimizer])
+    seeded()
+    for step, (inputs, targets) in enumerate(batches):
+        if step == 18:
+            break
+        loss = mse(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        say("step", step, loss.item().hex())
+
+
+def infinite() -> None:
+    reshuffled(Infinite(DataLoader(dataset, batch_size=12, shuffle=True, num_workers=1)))
+
+
+def ahead() -> None:
+    reshuffled(Infinite(DataLoader(Jittered(x, y), batch_size=12, shuffle=True), ahead=2))
+
+
+def shuffles() -> None:
+    def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    reshuffled(zip_of(batches(DataLoader(dataset, batch_size=12, shuffle=True)), orders()))
+
+
+def orders() -> Iterator[int]:
+    while True:
+        yield from torch.randperm(4).tolist()
+
+
+def zip_of(batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
+    for (inputs, targets), number in zip(batches, numbers, strict=True):
+        yield inputs * (1 + 0.1 * number), targets
+
+
 # -- refused ----------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,13 @@ class RngState(NamedTuple):
         """As plain values, for :func:`restore_rng`."""
         return self._asdict()
 
+    def streams_changed_in(self, other: RngState) -> dict[str, Any]:
+        """As :meth:`plain`, without the streams that are the same in ``other``."""
+        python = (self.python, self.gauss) != (other.python, other.gauss)
+        same = {name for name, value in self.plain().items() if value == getattr(other, name)}
+        same -= {"python", "gauss"} if python else set()
+        return {name: value for name, value in self.plain().items() if name not in same}
+
 
 def restore_rng(state: dict[str, Any]) -> None:
     """Bring every stream back to ``state``. Streams that it does not name stay as they are."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashrecovery.runtime.page import FILE_NOTES_LIMIT, Page
@@ -226,6 +228,178 @@ def test_a_file_that_others_write_is_named_and_left_alone(job: Job, tmp_path: Pa
     files.restore(2)
     assert "another rank\n" in log.read_text() and log.read_text().endswith("step 2\n")
     assert len(job.told) == 1 and str(log) in job.told[0]
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_line_of_another_process_in_the_same_step_is_not_lost(
+    job: Job, tmp_path: Path, replacement: bool, there: bool
+) -> None:
+    """In the first step that adds to it, when nothing else could tell."""
+    log = tmp_path / "log"
+    if there:
+        log.write_text("of a run before\n")
+    files = started(job)
+    files.handed_out(1)
+    append(log, "in vain\n")
+    by_others(log)
+    if replacement:
+        job.start(replacement=True)
+        files = job.protect()
+    files.restore(1)
+    assert log.read_text().endswith("in vain\nanother rank\n")
+    assert len(job.told) == 1 and str(log) in job.told[0]
+
+
+def test_a_line_of_another_process_in_a_file_that_is_kept_open_is_not_lost(job: Job, tmp_path: Path) -> None:
+    job.start()
+    log = open(tmp_path / "log", "w")  # noqa: SIM115
+    files = job.protect()
+    files.handed_out(0)
+    log.write("step 0\n")
+    log.flush()
+    by_others(tmp_path / "log")
+    files.restore(0)
+    assert (tmp_path / "log").read_text() == "step 0\nanother rank\n" and len(job.told) == 1
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_what_another_has_put_in_its_place_is_not_removed(job: Job, tmp_path: Path, replacement: bool) -> None:
+    new = tmp_path / "new"
+    files = started(job)
+    append(new, "a longer line of the step\n")
+    (tmp_path / "other").write_bytes(b"")
+    (tmp_path / "other").rename(new)
+    if replacement:
+        job.start(replacement=True)
+        files = job.protect()
+    files.restore(0)
+    assert new.exists() and len(job.told) == 1
+
+
+def test_what_was_in_a_buffer_counts_for_the_step_that_wrote_it(job: Job, tmp_path: Path) -> None:
+    """All go two steps back."""
+    job.start()
+    log = open(tmp_path / "log", "w")  # noqa: SIM115
+    files = job.protect()
+    for step in range(4):
+        files.handed_out(step)
+        log.write(f"step {step}\n")
+    files.restore(2)
+    assert (tmp_path / "log").read_text() == "step 0\nstep 1\n" and not job.told
+
+
+def test_what_a_forked_process_writes_is_not_counted(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.start()
+    log = open(tmp_path / "log", "a")  # noqa: SIM115 - before the fork, by a loader's worker
+    files = job.protect()
+    files.handed_out(0)
+    log.write("step 0\n")
+    log.flush()
+    noted = job.notes.data
+    with monkeypatch.context() as fork:
+        fork.setattr(module.process_end, "is_fork", lambda: True)
+        log.write("of the worker\n")
+        log.flush()
+    assert job.notes.data == noted
+    files.restore(0)
+    assert (tmp_path / "log").read_text() == "step 0\nof the worker\n" and len(job.told) == 1
+
+
+def test_a_new_file_is_gone_if_the_process_died_as_it_was_opened(job: Job, tmp_path: Path) -> None:
+    """Before its number was noted."""
+    files = started(job)
+    files._note(str(tmp_path / "new"), None, "x")
+    (tmp_path / "new").touch()
+    job.start(replacement=True)
+    job.protect().restore(0)
+    assert not (tmp_path / "new").exists() and not job.told
+
+
+def test_a_link_stays_and_the_file_behind_it_goes_back(job: Job, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("old\n")
+    for name, target in (("to old", old), ("to new", new)):
+        (tmp_path / name).symlink_to(target)
+    files = started(job)
+    append(old, "in vain\n")
+    append(tmp_path / "to old", "in vain\n")
+    append(tmp_path / "to new", "in vain\n")
+    files.restore(0)
+    assert old.read_text() == "old\n" and not new.exists() and (tmp_path / "to new").is_symlink() and not job.told
+
+
+def test_two_objects_of_one_file_lose_nothing_that_was_in_their_buffers(job: Job, tmp_path: Path) -> None:
+    job.start()
+    one, two = open(tmp_path / "log", "a"), open(tmp_path / "log", "a")  # noqa: SIM115
+    files = job.protect()
+    files.handed_out(0)
+    one.write("one\n")
+    two.write("two\n")
+    files.handed_out(1)
+    one.write("in vain\n")
+    two.write("in vain\n")
+    files.restore(1)
+    assert (tmp_path / "log").read_text() == "one\ntwo\n" and not job.told
+
+
+def test_a_log_that_a_step_adds_to_and_then_clears_has_its_old_content(job: Job, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("committed\n")
+    files = started(job)
+    append(log, "in vain\n")
+    log.write_text("cleared, as it was too long\n")
+    append(log, "and goes on\n")
+    files.restore(0)
+    assert log.read_text() == "committed\n" and not job.told
+
+
+def test_a_file_that_a_step_has_renamed_or_cut_short_is_named(job: Job, tmp_path: Path) -> None:
+    job.start()
+    short = open(tmp_path / "short", "w")  # noqa: SIM115
+    short.write("committed\n")
+    files = job.protect()
+    append(tmp_path / "log", "committed\n")
+    files.handed_out(0)
+    append(tmp_path / "log", "step\n")
+    (tmp_path / "log").rename(tmp_path / "log.1")
+    append(tmp_path / "log", "step\n")
+    short.seek(0)
+    short.truncate()
+    files.restore(0)
+    assert (tmp_path / "log.1").read_text() == "committed\nstep\n" and (tmp_path / "log").read_text() == "step\n"
+    assert len(job.told) == 2, job.told
+
+
+def test_a_file_that_is_kept_open_through_a_compressor_is_named(job: Job, tmp_path: Path) -> None:
+    job.start()
+    with gzip.open(tmp_path / "kept", "wt") as kept:
+        files = job.protect()
+        files.handed_out(0)
+        with gzip.open(tmp_path / "each", "at") as each:
+            each.write("in vain\n")
+        kept.write("step 0\n")
+        files.restore(0)
+        assert len(job.told) == 1 and "kept" in job.told[0] and not (tmp_path / "each").exists()
+    with gzip.open(tmp_path / "kept", "rt") as kept:
+        assert kept.read() == "step 0\n"
+
+
+def test_an_array_that_is_saved_again_is_not_named(job: Job, tmp_path: Path) -> None:
+    """numpy writes past the file object, but the step that does it again begins from nothing."""
+    files = started(job)
+    for _ in range(2):
+        np.save(tmp_path / "array.npy", np.arange(1000))
+        files.restore(0)
+        files.handed_out(0)
+    assert not job.told
+
+
+def test_a_file_that_is_dropped_is_closed(job: Job, tmp_path: Path) -> None:
+    """At once, with what was in its buffer."""
+    started(job)
+    open(tmp_path / "log", "w").write("at once\n")  # noqa: SIM115
+    assert (tmp_path / "log").read_text() == "at once\n"
 
 
 def test_a_file_that_the_script_itself_reads_is_its_own(job: Job, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ On its way to a place (a replacement from its first line, any rank through the r
 once more what it has opened before. That leads nowhere, until the place is reached; from there on it is added to the
 file's end.
 
-A file that has grown by the hand of another is left as it is, and named.
+What the script's own file objects write is counted. A file that is longer than that explains has been written by
+another, too. It is left as it is, and named: no line of another process is ever cut off.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _CONTENT = 256 << 10
 """Most bytes of a file that is read and rewritten."""
 _SIZES_KEPT = 1024
 _NOT_THERE = (0, 0)
+_PACKERS = frozenset({"bz2", "gzip", "lzma", "tarfile", "zipfile"})
+"""Python's modules that keep what they have been given in a state of their own."""
 _FOR_THE_SCRIPT = frozenset({"jsonlines", "numpy", "pandas"})
 """Installed packages that open a file for the script's line that calls them, and write all of it there."""
 
@@ -62,21 +65,29 @@ class _Before(NamedTuple):
         size: in bytes.
         position: of the object by which it is open; -1: it is not.
         content: the old content of a file that the step has read and rewrites.
+        added: bytes that the step's own file objects may have made it longer by; less than 0: it was cleared.
+        made: device and number of the file that the step has made.
+        cleared: the step makes it with ``"w"``, and so from its beginning when it is done again.
     """
 
     inode: tuple[int, int]
     size: int
     position: int = -1
     content: bytes | None = None
+    added: int = 0
+    made: tuple[int, int] = _NOT_THERE
+    cleared: bool = False
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A file object of the script's. ``pending``: it leads nowhere until the place is reached."""
+    """A file object of the script's. ``pending``: it leads nowhere until the place is reached. ``packed``: one of
+    Python's modules writes to it that compress."""
 
     reference: weakref.ref[Any]
     path: str
     pending: bool
+    packed: bool = False
 
     def file(self) -> Any:
         """None: it is closed, or gone."""
@@ -105,6 +116,8 @@ class LoopFiles:
         """What the step under way has opened, to read and to write."""
         self._step = -1
         self._thread = 0
+        self._lock = threading.RLock()
+        """Around the notes: other threads may write to what the script has opened."""
         self._on = self._void = self._restored = False
         self._undo: Callable[[], None] = lambda: None
 
@@ -163,17 +176,23 @@ class LoopFiles:
         if path is not None and there is not None and len(arguments) <= 5 and more.get("opener") is None:
             if self._leads_nowhere(mode):
                 opened = before(file, mode, *arguments, **more, opener=_nowhere)
-                self._held.append(_Held(weakref.ref(opened), path, pending=True))
+                self._hold(opened, path, pending=True)
                 return opened
             if path in self._lost and ("w" in mode or "x" in mode) and not self._void:
                 return self._open_again(path, before(file, mode, *arguments, **more, opener=_nowhere))
         if path is not None and self._step >= 0 and not self._void:
             self._note(path, there, mode)
         opened = before(file, mode, *arguments, **more)
+        if path is not None and there is None:
+            self._note_made(path, opened)
         held = path or _path_of(opened)
         if held is not None:
-            self._held.append(_Held(weakref.ref(opened), held, pending=False))
+            self._hold(opened, held, pending=False, packed=_package(sys._getframe(2)) in _PACKERS)
         return opened
+
+    def _hold(self, opened: Any, path: str, *, pending: bool, packed: bool = False) -> None:
+        self._held.append(_Held(weakref.ref(opened), path, pending, packed))
+        _count_writes(opened, lambda count: self._wrote(path, count))
 
     def _leads_nowhere(self, mode: str) -> bool:
         """Whether the script opens on its way what it has opened before. What it clears before its first step is looked
@@ -184,7 +203,7 @@ class LoopFiles:
         """A step of a replacement clears what the process before had opened in an earlier one, and kept open."""
         self._lost.discard(path)
         _go_on_at_end(opened, path)
-        self._held.append(_Held(weakref.ref(opened), path, pending=False))
+        self._hold(opened, path, pending=False)
         self._tell(f"a replacement opens a file once more that has been written to, and goes on at its end: {path}")
         return opened
 
@@ -195,17 +214,23 @@ class LoopFiles:
         known = self._sizes.get(path)
         if "w" in mode:
             self._sizes.pop(path, None)
-        if path in of_step or path in self._left:
+        if path in self._left:
             return
-        if there is None:
-            of_step[path] = _Before(_NOT_THERE, 0)
+        if path in of_step:
+            if "w" not in mode or there is None:
+                return
+            if not self._note_cleared(path, of_step[path], there):
+                return
+        elif there is None:
+            of_step[path] = _Before(_NOT_THERE, 0, cleared="w" in mode)
         elif "w" in mode and path not in self._read:
             return  # the repeated step creates it again
         elif "w" in mode or "a" not in mode:
             if there.st_size > _CONTENT:
                 self._leave(path, f"is read and rewritten in one step, and longer than {_CONTENT >> 10} KiB")
                 return
-            of_step[path] = _Before(_inode(there), there.st_size, content=_content(path))
+            cleared = there.st_size if "w" in mode else 0
+            of_step[path] = _Before(_inode(there), there.st_size, content=_content(path), added=-cleared)
         elif known is not None and known[0] == _inode(there) and known[1] != there.st_size:
             self._leave(path, _BY_OTHERS)
             return
@@ -213,10 +238,39 @@ class LoopFiles:
             of_step[path] = _Before(_inode(there), there.st_size)
         self._write_notes()
 
+    def _note_cleared(self, path: str, before: _Before, there: os.stat_result) -> bool:
+        """The step clears what it has written to already. False if that is not brought back."""
+        content = before.content
+        if content is None and before.size:
+            if before.size > _CONTENT:
+                self._leave(path, f"is cleared in a step, and longer than {_CONTENT >> 10} KiB")
+                return False
+            content = _content(path)[: before.size]
+        added = before.added - there.st_size
+        self._before[self._step][path] = before._replace(content=content, added=added)
+        return True
+
+    def _note_made(self, path: str, opened: Any) -> None:
+        before = self._before.get(self._step, {}).get(path)
+        if before is not None and before.inode == _NOT_THERE and not self._void:
+            self._before[self._step][path] = before._replace(made=_inode(_status(opened)))
+            self._write_notes()
+
+    def _wrote(self, path: str, count: int) -> None:
+        """The script's own file object is about to write, in any thread. What a fork writes is another's."""
+        if not self._on or process_end.is_fork():
+            return
+        with self._lock:
+            of_step = self._before.get(max(self._before, default=-1), {})
+            if path in of_step:
+                of_step[path] = of_step[path]._replace(added=of_step[path].added + count)
+                self._write_notes()
+
     def _leave(self, path: str, what: str) -> None:
         """It is not brought back."""
-        for files in self._before.values():
-            files.pop(path, None)
+        with self._lock:
+            for files in self._before.values():
+                files.pop(path, None)
         if path not in self._left:
             self._left.add(path)
             self._tell(f"a file that the loop writes {what}; a step that is done again writes to it again: {path}")
@@ -242,9 +296,12 @@ class LoopFiles:
             return
         if self._void:
             self._arrive(version)
+        flushed = [*self._flushed()]  # counted for the step that is over
         of_step = self._before.setdefault(version, {})
-        for held, file in self._flushed():
-            if self._by_others(held, file):
+        for held, file in flushed:
+            if held.packed:
+                self._leave(held.path, "is kept open through a compressor, which cannot go back")
+            elif self._by_others(held, file):
                 self._leave(held.path, _BY_OTHERS)
             elif held.path not in self._left:
                 of_step.setdefault(held.path, _found(file))
@@ -260,15 +317,21 @@ class LoopFiles:
         if not self._on:
             return
         self._restored = True
+        opened = {held.path: file for held, file in self._flushed()}
         first: dict[str, _Before] = {}
         for step in sorted((step for step in self._before if step >= version), reverse=True):
-            first |= self._before[step]
-        opened = {held.path: file for held, file in self._flushed()}
-        for path, before in first.items():
+            for path, before in self._before[step].items():
+                first[path] = before._replace(added=before.added + (first[path].added if path in first else 0))
+        for path, before in [*first.items()]:
             try:
-                _bring_back(path, before, opened.get(path))
+                not_ours = _bring_back(path, before, opened.get(path))
             except OSError as e:
-                self._leave(path, f"cannot be brought back ({e.strerror})")
+                not_ours = f"cannot be brought back ({e.strerror})"
+            if not_ours:
+                self._leave(path, not_ours)
+                del first[path]
+            else:
+                first[path] = before._replace(added=0, made=_NOT_THERE)
         for path, file in opened.items():
             if path not in self._left:
                 first.setdefault(path, _found(file))
@@ -328,16 +391,18 @@ class LoopFiles:
             self._sizes = dict([*self._sizes.items()][-_SIZES_KEPT:])
 
     def _write_notes(self) -> None:
-        steps = {n: {path: tuple(one) for path, one in files.items()} for n, files in self._before.items() if files}
-        if self._notes is None or not (steps or self._noted):
-            return
-        self._noted = True
-        if not self._notes.write_file_notes(codec.dumps(steps)):
-            for path in [*self._before.pop(self._step, ())]:
-                self._leave(path, "is one of too many")
+        with self._lock:
+            of_steps = {n: [*files.items()] for n, files in [*self._before.items()]}
+            steps = {n: {path: tuple(one) for path, one in files} for n, files in of_steps.items() if files}
+            if self._notes is None or not (steps or self._noted):
+                return
+            self._noted = True
+            if not self._notes.write_file_notes(codec.dumps(steps)):
+                for path in [*self._before.pop(self._step, ())]:
+                    self._leave(path, "is one of too many")
 
 
-_BY_OTHERS = "is written by another process or thread, too"
+_BY_OTHERS = "is written by another process or thread, too, or past Python's file objects"
 
 
 def _is_scripts(frame: types.FrameType | None) -> bool:
@@ -357,7 +422,8 @@ def _content(path: str) -> bytes:
 
 
 def _before(plain: Sequence[Any]) -> _Before:
-    return _Before(tuple(plain[0]), *plain[1:])
+    one = _Before(*plain)
+    return one._replace(inode=(one.inode[0], one.inode[1]), made=(one.made[0], one.made[1]))
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:
@@ -374,11 +440,37 @@ def _found(file: Any) -> _Before:
     return _Before(_inode(now), now.st_size, os.lseek(file.fileno(), 0, os.SEEK_CUR))
 
 
-def _bring_back(path: str, before: _Before, opened: Any) -> None:
-    """``opened``: the object by which this process has it open; None: it has not."""
-    now = _regular(path) if opened is None else _status(opened)
-    if now is None or (before.inode not in (_NOT_THERE, _inode(now))):
+def _count_writes(opened: Any, tell: Callable[[int], None]) -> None:
+    """Tell how many bytes are about to be written, before each write to the file itself."""
+    binary = getattr(opened, "buffer", opened)
+    raw = getattr(binary, "raw", binary)
+    if type(raw) is not io.FileIO:
         return
+    reference = weakref.ref(raw)  # the file is closed as soon as the script has dropped it
+
+    def write(data: Any) -> int | None:
+        file = reference()
+        assert file is not None, "its own method is called"
+        if stat.S_ISREG(_status(file).st_mode):
+            tell(memoryview(data).nbytes)
+        return file.__class__.write(file, data)
+
+    raw.write = write  # type: ignore[method-assign]
+
+
+def _bring_back(path: str, before: _Before, opened: Any) -> str:
+    """Returns why it is left as it is; "": it is not. ``opened``: the object by which this process has it open; None:
+    it has not."""
+    now = _regular(path) if opened is None else _status(opened)
+    if now is None:
+        return ""
+    is_new, just_made = before.inode == _NOT_THERE, before.made == _NOT_THERE and not now.st_size
+    if _inode(now) != (before.made if is_new else before.inode) and not (is_new and just_made):
+        return "" if before.cleared else "is another one than the step has begun with"
+    if now.st_size > before.size + before.added:
+        return "" if before.cleared else _BY_OTHERS
+    if now.st_size < before.size and before.content is None:
+        return "was cut short by the step"
     if before.content is not None:
         with io.FileIO(path, "w") as file:
             file.write(before.content)
@@ -389,6 +481,7 @@ def _bring_back(path: str, before: _Before, opened: Any) -> None:
     else:
         os.ftruncate(opened.fileno(), min(before.size, now.st_size))
         opened.seek(before.size if before.position < 0 else before.position)
+    return ""
 
 
 def _regular(path: str) -> os.stat_result | None:
@@ -404,7 +497,7 @@ def _absolute(file: Any) -> str | None:
     """None: it is no path."""
     if not isinstance(file, (str, bytes, os.PathLike)):
         return None
-    path: str = os.path.abspath(os.fsdecode(file))
+    path: str = os.path.realpath(os.fsdecode(file))
     return path
 
 

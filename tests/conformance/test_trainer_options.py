@@ -21,8 +21,8 @@ TIMEOUT_S = 300
 STEPS = (0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "commit", 11)
 BEGUN = (0, "forward", 0), (0, "forward", 1), (1, "backward", 4), (0, "optimizer", 8)
 """An evaluation comes first."""
-COMPILED = (0, "forward", 0), (1, "commit", 3), (0, "optimizer", 7), (1, "commit", 11)
-"""A drill cannot strike amid the backward pass of what Dynamo has compiled."""
+COMPILED = (0, "commit", 0), (1, "commit", 3), (0, "optimizer", 7), (1, "commit", 11)
+"""A drill can miss the forward and the backward pass of what Dynamo has compiled."""
 OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[tuple[int, str, int], ...]]] = {
     "order": ((), {"train_sampling_strategy": "group_by_length", "eval_on_start": True}, BEGUN),
     "loss": (

@@ -400,7 +400,7 @@ class NoticeKind(_Word):
     Do: read the reason; the rank is replaced, or the job ends if that cannot help.
     """
     SETUP_DIFFERS = "setup_differs"
-    """The set-up of a replacement differs from that of the dead process: other collectives, other random or clock
+    """The set-up of a replacement differs from that of the dead process: fewer collectives, other random or clock
     values, or other files are truncated. The text says where.
 
     Do: let the set-up do the same in each process, whether or not a file exists already; see recipes.md#logs-and-runs.

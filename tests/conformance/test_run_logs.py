@@ -165,10 +165,11 @@ cache = Path(sys.argv[1]) / "scale"
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 if not cache.exists():
-    dist.broadcast(scale := torch.tensor([4.0]), 0)
+    dist.broadcast(torch.ones(1, dtype=getattr(torch, sys.argv[2])), 0)
     dist.barrier()
     cache.touch()
-dist.broadcast(first := torch.tensor([7.0]), 0)
+for _ in range(2):
+    dist.broadcast(torch.tensor([7.0]), 0)
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,14 +184,21 @@ for step in recovery.steps(6):
 """
 
 
-def test_a_set_up_that_a_file_makes_shorter_is_named(tmp_path: Path) -> None:
-    """A replacement finds the file that the first processes have made. It gets other data than they: that is said."""
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        ("int32", "operation 0 of group '0' is broadcast of Float[1] and was broadcast of Int[1]"),
+        ("float32", "operation 1 of group '0' is broadcast of Float[1] and was barrier"),
+    ],
+)
+def test_a_set_up_that_a_file_makes_shorter_is_refused(dtype: str, said: str, tmp_path: Path) -> None:
+    """A replacement finds the file that the first processes have made, and its next collective is another one than
+    theirs: it is refused there, by name, whatever it would have made of the answer."""
     script, files = tmp_path / "one_file.py", tmp_path / "files"
     script.write_text(ONE_FILE)
     files.mkdir()
     layout = Layout("one-file", "", nproc=2)
     kill = ["rank=1,fault=sigkill,at=backward,step=3"]
-    job = run_job(tmp_path / "run", layout, script=script, flags=(str(files),), inject=kill)
+    job = run_job(tmp_path / "run", layout, script=script, flags=(str(files), dtype), inject=kill)
     check_fired(job, 1)
-    (notice,) = job.notices("setup_differs")
-    assert notice["rank"] == 1 and "operation 2 of group '0' is broadcast of " in notice["text"], notice
+    assert job.code != 0 and "SetupDiffersError" in job.output and said in job.output, job.explain()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from flashrecovery.capabilities.of_torch import GROUPS, TORCH
+from flashrecovery.errors import SetupDiffersError
 from flashrecovery.groups import native_build, refusals, torch_private
 from flashrecovery.groups.builder import Builder, Part
 from flashrecovery.groups.inner import Inners
@@ -162,8 +163,16 @@ def native() -> Any:
     if start:
         module.log_start()
     if replay is not None:
-        module.log_replay(replay)
+        module.log_replay(replay, _refuse_set_up)
     return module
+
+
+def _refuse_set_up(group: str, difference: str) -> None:
+    """Raises SetupDiffersError in the collective that is not the recorded one."""
+    del group  # it is in the text
+    raise SetupDiffersError(
+        f"the script's set-up is not the same on every start: {difference} in the process that this one replaces"
+    )
 
 
 def install(control_group: bool = True) -> None:

@@ -13,7 +13,7 @@ from flashrecovery.groups import native_build
 from flashrecovery.groups.registry import native
 from flashrecovery.groups.state import STATE
 
-_EMPTY = b"FRSETUP1" + bytes(8)
+_EMPTY = b"FRSETUP2" + bytes(8)
 
 
 def start_setup_log() -> None:
@@ -33,16 +33,20 @@ def take_setup_log() -> bytes:
 
 
 def replay_setup_log(log: bytes) -> None:
-    """Let detached groups answer from ``log`` until they are attached."""
-    if native_build.loaded() is None:
-        STATE.want_log_replay(log)
-    else:
-        native().log_replay(log)
+    """Let detached groups answer from ``log`` until they are attached.
+
+    A collective that is not the recorded one (another operation, dtype or shape) then raises
+    :class:`~flashrecovery.errors.SetupDiffersError`: what comes next in the log was meant for others.
+    """
+    STATE.want_log_replay(log)
+    if native_build.loaded() is not None:
+        native()
 
 
 def setup_difference() -> str:
     """Where the set-up collectives of this replacement differ from those of the rank that it replaces, as text.
 
-    Returns "" if no difference was seen. To be asked when the set-up is over, before the groups are attached.
+    Returns "" if no difference was seen; one that has been seen is of an object that this rank itself sends, or of
+    collectives that are not made this time. To be asked when the set-up is over, before the groups are attached.
     """
     return "" if native_build.loaded() is None else str(native().log_difference())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flashrecovery import groups
-from flashrecovery.errors import UnsupportedError
+from flashrecovery.errors import SetupDiffersError, UnsupportedError
 from flashrecovery.worker.script_checks.stray_collectives import StrayCollectiveWatch
 from tests.support.groups_ranks import run_ranks
 
@@ -157,16 +158,8 @@ def _record_and_replay(process: int, processes: int, store: dist.Store) -> None:
         assert log.hex() == store.get("log").decode(), "a replacement can be replaced as well"
         assert groups.setup_difference() == ""
     if process == 2:
-        # What else a script does is served locally, and the first difference is known.
         dist.destroy_process_group()
-        groups.replay_setup_log(log)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=size)
-        dist.all_reduce(t := torch.ones(9))
-        dist.barrier()
-        dist.all_reduce(torch.ones(9))
-        assert torch.equal(t, torch.ones(9))
-        difference = groups.setup_difference()
-        assert difference == "operation 0 of group '0' is all_reduce of 36 bytes and was all_reduce of 12 bytes"
         groups.replay_setup_log(log)
         assert "(operation 0 of group '0') is not made this time" in groups.setup_difference()
         with pytest.raises(RuntimeError, match="not a setup log"):
@@ -177,6 +170,85 @@ def _record_and_replay(process: int, processes: int, store: dist.Store) -> None:
 
 def test_setup_log() -> None:
     run_ranks(3, _record_and_replay)
+
+
+RECORDED_WORDS = "a sent configuration"
+OTHERS: dict[str, tuple[int, Callable[[], object], str]] = {
+    "dtype": (
+        0,
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32)),
+        "operation 0 of group '0' is all_reduce of Int[2] and was all_reduce of Float[2]",
+    ),
+    "shape": (0, lambda: dist.all_reduce(torch.ones(2, 1)), "is all_reduce of Float[2, 1] and was"),
+    "size": (0, lambda: dist.all_reduce(torch.ones(9)), "is all_reduce of Float[9] and was"),
+    "operation": (
+        0,
+        lambda: dist.broadcast(torch.ones(2), 0),
+        "is broadcast of Float[2] and was all_reduce of Float[2]",
+    ),
+    "barrier": (0, dist.barrier, "is barrier and was all_reduce of Float[2]"),
+    "no-barrier": (1, lambda: dist.all_reduce(torch.ones(2)), "is all_reduce of Float[2] and was barrier"),
+    "many": (
+        2,
+        lambda: dist.all_gather([torch.ones(1) for _ in range(2)], torch.ones(1)),
+        "operation 2 of group '0' is all_gather of Float[1], Float[1] and was all_gather of Half[2], Half[2]",
+    ),
+    "not-kept": (
+        3,
+        lambda: dist.all_reduce(torch.ones(400_001)),
+        "is all_reduce of Float[400001] and was all_reduce of Float[400000]",
+    ),
+}
+"""After how many operations another one is made than was recorded, and what is said of it."""
+
+
+def _few(count: int) -> None:
+    for call in (
+        lambda: dist.all_reduce(torch.ones(2)),
+        dist.barrier,
+        lambda: dist.all_gather([torch.ones(2, dtype=torch.half) for _ in range(2)], torch.ones(2, dtype=torch.half)),
+        lambda: dist.all_reduce(torch.ones(400_000)),
+    )[:count]:
+        call()
+
+
+def _another_set_up(process: int, processes: int, store: dist.Store) -> None:
+    rank = min(process, 1)
+    groups.install()
+    if process == 2:
+        store.wait(["log"])
+        groups.set_detached(True)
+        log = bytes.fromhex(store.get("log").decode())
+    else:
+        groups.start_setup_log()
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"job {process // 2}", store), rank=rank, world_size=2)
+    if process < 2:
+        _few(4)
+        dist.broadcast_object_list([RECORDED_WORDS], 1)
+        if process == 1:
+            store.set("log", groups.take_setup_log().hex())
+        return
+    for count, other, said in OTHERS.values():
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=2)
+        groups.replay_setup_log(log)
+        _few(count)
+        assert groups.setup_difference().endswith("is not made this time")
+        with pytest.raises(SetupDiffersError, match=re.escape(said)):
+            other()
+        assert said in groups.setup_difference()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=2)
+    groups.replay_setup_log(log)
+    _few(4)
+    words = [f"{RECORDED_WORDS} that has become longer"]
+    dist.broadcast_object_list(words, 1)  # its own, so it has what the script needs
+    assert words == [f"{RECORDED_WORDS} that has become longer"]
+    assert groups.setup_difference().startswith("operation 5 of group '0' is broadcast of Byte[")
+
+
+def test_another_collective_than_the_recorded_one_is_refused_before_it_gets_anything() -> None:
+    run_ranks(3, _another_set_up)
 
 
 def _hook_and_counters(rank: int, size: int, store: dist.Store) -> None:

@@ -331,27 +331,25 @@ class ManagedBase : public Backend {
     ++started_;
     if (!own()) ++operationCount();
     auto& log = SetupLog::instance();
+    const bool recorded = log.recording() && type != OpType::COALESCED;  // which is the end of a section of others
     if (log.replaying() && getSize() == 1) log.pass(group_, seq);
     if (log.replaying() && inner == local_ && getSize() > 1) {  // what stands alone has only its own data in any case
       const Tensors filled = outputs();
-      if (!filled.empty() && log.answer(group_, seq, name, filled)) {
-        if (log.recording()) log.record(group_, seq, name, filled);
+      if (log.answer(group_, seq, name, filled)) {
+        if (recorded) log.record(group_, seq, name, filled);
         return c10::make_intrusive<DoneWork>(type, filled);
       }
     }
     if (inner == local_) {
       auto work = call(*inner);
-      if (log.recording()) remember(seq, name, outputs());
+      if (recorded) remember(seq, name, outputs());
       return work;
     }
     auto record = std::make_shared<OpRecord>(seq, name, ordinal, hasFuture(type), !own());
     if (record->tracked) record->underway.begin();
     if (!own() && sends(type)) record->traffic.begin();
-    if (log.recording() && !recoveryHere()) {
-      const Tensors kept = outputs();
-      if (!kept.empty())
-        record->setOnSuccess([this_ = self(), seq, name, kept] { this_->remember(seq, name, kept); });
-    }
+    if (recorded && !recoveryHere())
+      record->setOnSuccess([this_ = self(), seq, name, kept = outputs()] { this_->remember(seq, name, kept); });
     if (type == OpType::COALESCED)
       record->setOnSuccess([launched = section_.take()] {
         for (const auto& part : launched) part->succeed();
@@ -517,7 +515,7 @@ class ManagedBase : public Backend {
   }
 
   void remember(uint64_t seq, const char* name, const Tensors& outputs) {
-    if (!outputs.empty()) SetupLog::instance().record(group_, seq, name, outputs);
+    if (!outputs.empty() || !own()) SetupLog::instance().record(group_, seq, name, outputs);
   }
   c10::intrusive_ptr<ManagedBase> self() {
     return c10::intrusive_ptr<ManagedBase>::unsafe_reclaim_from_nonowning(this);

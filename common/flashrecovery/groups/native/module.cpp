@@ -200,7 +200,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // setup log
   m.def("log_start", [] { SetupLog::instance().start(); });
   m.def("log_take", [] { return py::bytes(SetupLog::instance().take()); });
-  m.def("log_replay", [](const py::bytes& bytes) { SetupLog::instance().replay(bytes); });
+  m.def("log_replay", [](const py::bytes& bytes, py::object refuse) {
+    SetupLog::instance().replay(bytes, forever(std::move(refuse)));
+  });
   m.def("log_difference", [] { return SetupLog::instance().difference(); });
   m.def("log_stop_replay", [] { SetupLog::instance().stopReplay(); });
 

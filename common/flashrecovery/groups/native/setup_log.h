@@ -5,11 +5,16 @@
 // has that, keyed by group name and the operation's number within its group. Large results are not kept: they are
 // parameters, and state is restored anyway. Bytes are different: they are pickled objects, which nothing restores, so
 // they are kept as long as there is room, and a replacement that would need a missing one is told so.
+//
+// An operation is answered if it is the recorded one: of the same name, on tensors of the same dtypes and shapes. If it
+// is another one, the two set-ups have parted, and what comes next in the log was meant for other operations: the
+// replacement is refused there, before it gets anything. Operations without a result (a barrier) are recorded, too.
 #pragma once
 
 #include "work.h"
 
 #include <cstring>
+#include <functional>
 #include <map>
 
 namespace flashrecovery {
@@ -18,6 +23,7 @@ class SetupLog {
  public:
   static constexpr size_t kMaxOpBytes = size_t{1} << 20;
   static constexpr size_t kMaxTotalBytes = size_t{32} << 20;
+  using Refuse = std::function<void(const std::string& group, const char* difference)>;
 
   static SetupLog& instance() {
     static auto* log = new SetupLog;
@@ -37,6 +43,7 @@ class SetupLog {
   void record(const std::string& group, uint64_t seq, const char* op, const Tensors& outputs) {
     Entry entry;
     entry.op = op;
+    for (const auto& t : outputs) entry.kinds.push_back(Kind::of(t));
     size_t bytes = 0;
     for (const auto& t : outputs) bytes += t.nbytes();
     const bool object = !outputs.empty() && outputs.front().scalar_type() == at::kByte;
@@ -61,14 +68,20 @@ class SetupLog {
       putText(out, entry.op);
       put(out, entry.skipped ? 1 : 0);
       put(out, entry.blobs.size());
-      for (const auto& blob : entry.blobs) putText(out, blob);
+      for (size_t i = 0; i < entry.blobs.size(); ++i) {
+        putText(out, entry.kinds[i].dtype);
+        put(out, entry.kinds[i].shape.size());
+        for (const auto n : entry.kinds[i].shape) put(out, static_cast<uint64_t>(n));
+        putText(out, entry.blobs[i]);
+      }
     }
     recorded_.clear();
     total_ = 0;
     return out;
   }
 
-  void replay(const std::string& bytes) {
+  // `refuse` is called with a group and where its set-up differs. What it throws goes to the script.
+  void replay(const std::string& bytes, Refuse refuse) {
     std::map<Key, Entry> entries;
     size_t at = kMagic.size();
     TORCH_CHECK(bytes.compare(0, at, kMagic) == 0, "not a setup log of this version");
@@ -79,11 +92,18 @@ class SetupLog {
       Entry entry;
       entry.op = readText(bytes, at);
       entry.skipped = read(bytes, at) != 0;
-      for (uint64_t blobs = read(bytes, at); blobs > 0; --blobs) entry.blobs.push_back(readText(bytes, at));
+      for (uint64_t blobs = read(bytes, at); blobs > 0; --blobs) {
+        Kind kind;
+        kind.dtype = readText(bytes, at);
+        for (uint64_t n = read(bytes, at); n > 0; --n) kind.shape.push_back(static_cast<int64_t>(read(bytes, at)));
+        entry.kinds.push_back(std::move(kind));
+        entry.blobs.push_back(readText(bytes, at));
+      }
       entries[key] = std::move(entry);
     }
     std::lock_guard<std::mutex> guard(mutex_);
     replayed_ = std::move(entries);
+    refuse_ = std::move(refuse);
     difference_.clear();
     replaying_ = true;
   }
@@ -112,22 +132,27 @@ class SetupLog {
     replayed_.clear();
   }
 
-  // Fills the outputs from the log. False if the log has nothing that fits; the caller then acts locally.
+  // Fills the outputs from the log. False if the log has no result of it; the caller then acts locally. Of an object of
+  // another size only its source can ask (others are told the size first), and the source has what it needs.
   bool answer(const std::string& group, uint64_t seq, const char* op, const Tensors& outputs) {
-    std::lock_guard<std::mutex> guard(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     auto it = replayed_.find({group, seq});
     if (it == replayed_.end()) return false;
     Entry& entry = it->second;
     entry.asked = true;
-    bool fits = entry.op == op && entry.blobs.size() == outputs.size();
-    for (size_t i = 0; fits && !entry.skipped && i < outputs.size(); ++i)
-      fits = entry.blobs[i].size() == outputs[i].nbytes();
-    if (!fits) {
-      if (difference_.empty())
-        difference_ = c10::str("operation ", seq, " of group '", group, "' is ", described(op, outputs), " and was ",
-                               described(entry.op, entry.blobs));
+    std::vector<Kind> kinds;
+    for (const auto& t : outputs) kinds.push_back(Kind::of(t));
+    if (entry.op != op || entry.kinds != kinds) {
+      const std::string difference = c10::str("operation ", seq, " of group '", group, "' is ", described(op, kinds),
+                                              " and was ", described(entry.op, entry.kinds));
+      if (difference_.empty()) difference_ = difference;
+      const bool sourceOfObject = entry.op == op && isObject(entry.kinds) && isObject(kinds);
+      const Refuse refuse = refuse_;
+      lock.unlock();
+      if (!sourceOfObject) refuse(group, difference.c_str());
       return false;
     }
+    if (outputs.empty()) return false;
     if (entry.skipped) {
       TORCH_CHECK(
           outputs.front().scalar_type() != at::kByte,
@@ -141,21 +166,32 @@ class SetupLog {
 
  private:
   using Key = std::pair<std::string, uint64_t>;
+  struct Kind {
+    std::string dtype;
+    std::vector<int64_t> shape;
+
+    static Kind of(const Tensor& t) { return {c10::toString(t.scalar_type()), t.sizes().vec()}; }
+    bool operator==(const Kind&) const = default;
+  };
   struct Entry {
     std::string op;
     bool skipped = false;
+    std::vector<Kind> kinds;  // of the tensors
     std::vector<std::string> blobs;
     bool asked = false;  // of one that is replayed
   };
-  static inline const std::string kMagic = "FRSETUP1";
+  static constexpr size_t kDescribed = 3;
+  static inline const std::string kMagic = "FRSETUP2";
 
-  static size_t sizeOf(const Tensor& output) { return output.nbytes(); }
-  static size_t sizeOf(const std::string& blob) { return blob.size(); }
-  template <typename Outputs>
-  static std::string described(const std::string& op, const Outputs& outputs) {
-    size_t bytes = 0;
-    for (const auto& output : outputs) bytes += sizeOf(output);
-    return c10::str(op, " of ", bytes, " bytes");
+  static bool isObject(const std::vector<Kind>& kinds) {
+    return kinds.size() == 1 && kinds.front().dtype == c10::toString(at::kByte) && kinds.front().shape.size() == 1;
+  }
+  static std::string described(const std::string& op, const std::vector<Kind>& kinds) {
+    std::string out = op;
+    for (size_t i = 0; i < kinds.size() && i < kDescribed; ++i)
+      out += c10::str(i == 0 ? " of " : ", ", kinds[i].dtype, c10::IntArrayRef(kinds[i].shape));
+    if (kinds.size() > kDescribed) out += c10::str(" and ", kinds.size() - kDescribed, " more");
+    return out;
   }
 
   static std::string toBytes(const Tensor& t) {
@@ -192,6 +228,7 @@ class SetupLog {
   std::atomic<bool> replaying_{false};
   std::map<Key, Entry> recorded_;
   std::map<Key, Entry> replayed_;
+  Refuse refuse_;
   std::string difference_;  // the first that was seen
   size_t total_ = 0;
 };

@@ -77,6 +77,15 @@ def test_after_four_deaths(shape: str, tmp_path: Path, under_torchrun: Callable[
     check_like(run(tmp_path / "job", shape, faults(*KILLS[shape])), reference)
 
 
+def test_persistent_workers_of_an_evaluation(tmp_path: Path) -> None:
+    """They begin anew in each: compared with the same launch without a fault, as they draw less under torchrun."""
+    reference = run(tmp_path / "reference", "persistent", [])
+    texts = {
+        rank: "\n".join([*printed(reference, rank), f"digest rank={rank} {reference.digests[rank]}"]) for rank in (0, 1)
+    }
+    check_like(run(tmp_path / "job", "persistent", faults(*SHORT)), texts)
+
+
 def test_resumed_from_a_checkpoint_amid_an_epoch(
     tmp_path: Path, under_torchrun: Callable[[str], dict[int, str]]
 ) -> None:

@@ -84,7 +84,8 @@ def nlp(accelerator: Any) -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     train = DataLoader(data(), batch_size=BATCH, shuffle=True)
-    test = DataLoader(data(30), batch_size=8)
+    workers = {"num_workers": 1, "persistent_workers": True} if args.shape == "persistent" else {}
+    test = DataLoader(data(30), batch_size=8, **workers)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, train, test, scheduler = accelerator.prepare(net, optimizer, train, test, scheduler)
     best = 0.0
@@ -265,6 +266,7 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "seedable": (nlp, {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True)}),
     "dispatched": (nlp, {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}),
     "resumed": (resumed, {}),
+    "persistent": (nlp, {"gradient_accumulation_steps": 2}),
 }
 """What trains, and the Accelerator's arguments."""
 training, arguments = SHAPES[args.shape]

@@ -729,6 +729,26 @@ def validate(loader: Any, model: Any) -> float:
     return float(total[0] / total[1])
 
 
+def persistent() -> None:
+    """The workers of its validation live on without us: the first one draws a seed for them, and no later one."""
+    model = wrapped(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watched.extend([model, optimizer])
+    loader, sampler = data()
+    validation: DataLoader[Any] = DataLoader(dataset, batch_size=16, num_workers=1, persistent_workers=True)
+    seeded()
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        model.train()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = mse(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        say("epoch", epoch, loss.item().hex())
+        validate(validation, model)
+
+
 # -- others -----------------------------------------------------------------------------------------
 
 

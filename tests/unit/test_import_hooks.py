@@ -68,6 +68,25 @@ def test_the_module_has_its_own_loader(calls: list[ModuleType], tmp_path: Path) 
         sys.modules.pop("package", None)
 
 
+@pytest.mark.parametrize("first", ["", "import torch.utils.data\n"])
+def test_each_iteration_has_new_workers(first: str) -> None:
+    """So it draws a seed for them, however often the loader has been iterated over before. In a standby, too."""
+    code = first + (
+        "from flashrecovery.worker.startup.import_time_hooks import install_loader_hook; install_loader_hook()\n"
+        "import torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "loader = DataLoader(range(4), batch_size=2, num_workers=1, persistent_workers=True)\n"
+        "def drawn():\n"
+        "    torch.manual_seed(0)\n"
+        "    iterator = iter(loader)\n"
+        "    return iterator._workers[0].pid, [b.tolist() for b in iterator], torch.rand(1).item()\n"
+        "one, other = drawn(), drawn()\n"
+        "print(one[0] != other[0], one[1:] == other[1:], one[1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "True True [[0, 1], [2, 3]]\n", done
+
+
 @pytest.mark.parametrize("first", ["", "import torch.multiprocessing\n"])
 def test_spawn_says_what_to_do(first: str) -> None:
     """Also in a standby, which has imported torch before."""

@@ -46,6 +46,7 @@ from flashrecovery.worker.startup.import_time_hooks import (
     install_adapter_hooks,
     install_group_hook,
     install_lightning_hook,
+    install_loader_hook,
     install_save_hooks,
     install_spawn_hook,
     install_trainer_hook,
@@ -73,6 +74,7 @@ def main(above: Above) -> None:
         install_adapter_hooks()
         install_save_hooks()
     install_spawn_hook()
+    install_loader_hook()
     install_trainer_hook(above.protected_train)
     install_lightning_hook(above.protected_fit)
     inductor_files.write_whole()

@@ -67,6 +67,27 @@ def install_spawn_hook() -> None:
     install({"torch.multiprocessing.spawn": replace})
 
 
+def install_loader_hook() -> None:
+    """Each iteration over a data loader has new workers, with ``persistent_workers=True``, too.
+
+    Workers draw a seed from the process's random numbers when they begin. Those that live on begin once: in a
+    replacement later than in the process before it, or in an attempt that does not count, and all that is drawn
+    afterwards would be other numbers. A worker's own random numbers could not be brought back either."""
+
+    def renew(module: ModuleType) -> None:
+        own = module.DataLoader.__iter__
+
+        @functools.wraps(own)
+        def with_new_workers(loader: Any) -> Any:
+            if loader.persistent_workers:
+                loader._iterator = None
+            return own(loader)
+
+        module.DataLoader.__iter__ = with_new_workers
+
+    install({"torch.utils.data.dataloader": renew})
+
+
 def install_save_hooks() -> None:
     """The script's saves and object collectives ask whether the attempt of the step counts
     (:mod:`flashrecovery.worker.step.post_step_code`)."""

@@ -913,8 +913,8 @@ ROWS = (
             _out(
                 "25-what-is-stopped-is-waited-for",
                 QUIET_AGENT,
-                "is_stopped(process.pid) or is_exiting(process.pid)",
-                "False",
+                "generation, is_stopped(process.pid)",
+                "generation, False",
                 *_unit("quiet_abort"),
             ),
             _out(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from flashrecovery.agent.processes import quiet_fence
 from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.agent.processes.quiet_fence import QuietFence
 from flashrecovery.agent.processes.tasks import Tasks
@@ -172,6 +173,18 @@ def test_one_that_never_answers_is_killed_all_the_same() -> None:
         node.fence.fence(node.processes[1], "a test")
         await node.fence.ended([node.processes[1]])
         assert FENCE_S <= time.monotonic() - began < FENCE_S + 5
+
+    on_a_node(2, body)
+
+
+def test_one_that_is_dying_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large process takes seconds to end. Its replacement would wait for the others' aborts."""
+
+    async def body(node: Agents) -> None:
+        node.at(OPEN, OPEN)
+        monkeypatch.setattr(quiet_fence, "is_exiting", lambda pid: pid == node.processes[1].pid)
+        assert node.fence.fence(node.processes[1], "a test")
+        assert await node.runs(0)
 
     on_a_node(2, body)
 

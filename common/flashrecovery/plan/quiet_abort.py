@@ -46,7 +46,7 @@ class NodeRank:
 
     Attributes:
         generation: in which its communicators were made; -1: it has never had any.
-        stopped: a signal has stopped it, or it is ending: it launches nothing, and cannot answer.
+        stopped: a signal has stopped it: it launches nothing, and cannot answer.
     """
 
     state: Communicators

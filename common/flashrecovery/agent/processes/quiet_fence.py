@@ -89,9 +89,10 @@ class QuietFence:
 
 
 def _member(process: WorkerProcess) -> NodeRank:
-    if process.page.closed or process.returncode is not None:
+    """One that is on its way out has none: to wait before it is killed would save no other rank."""
+    if process.page.closed or process.returncode is not None or is_exiting(process.pid):
         return NodeRank(Communicators.NONE)
     state, generation = process.page.communicators
     if state is Communicators.NONE:
         return NodeRank(state, generation)
-    return NodeRank(state, generation, is_stopped(process.pid) or is_exiting(process.pid))
+    return NodeRank(state, generation, is_stopped(process.pid))

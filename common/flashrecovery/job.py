@@ -257,7 +257,7 @@ class Leadership:
         if self.service is None:
             return self._agent.warned(seen)
         self._agent.tell_leaving()
-        why = "it has the job's controller, which has to stay"
+        why = "it runs the job's controller, which has to stay"
         text = f"node {self._agent.node} is to leave, because {seen}; but {why}"
         self._agent.notice(-1, NoticeKind.NODE_LEAVES, text)
         return True

@@ -217,7 +217,7 @@ def test_the_snapshot_process_dies(
     before = snapshot_process(running)
     before.kill()
     deadline = time.monotonic() + 20
-    while not [e for e in running.events() if e["event"] == "notice" and "was started again" in e["text"]]:
+    while not [e for e in running.events() if e["event"] == "notice" and "was restarted" in e["text"]]:
         assert time.monotonic() < deadline, running.wait(1).explain()
         time.sleep(0.02)
     running.wait_for_step(running.newest_step() + 3)

@@ -169,7 +169,7 @@ def test_without_room_a_checkpoint_is_taken(two_hosts: Network, tmp_path: Path) 
 def test_what_is_refused(two_hosts: Network, tmp_path: Path) -> None:
     job = started(two_hosts, tmp_path / "run", DDP)
     first, second = two_hosts.hosts
-    assert "has the job's controller" in told_to_leave(job, first)
+    assert "runs the job's controller" in told_to_leave(job, first)
     assert "no other node has room for ranks 2 and 3, the job is not elastic" in told_to_leave(job, second)
     ended = job.wait()
     assert ended.code == 0 and not ended.of("recovery_started"), ended.explain()
@@ -255,6 +255,6 @@ def test_a_file_says_so_to_all_nodes(two_hosts: Network, tmp_path: Path) -> None
     (tmp_path / "notice").touch()
     ended = job.wait()
     said = "\n".join(notice["text"] for notice in ended.notices("node_leaves"))
-    assert "it has the job's controller" in said and "no other node has room for ranks 2 and 3" in said
+    assert "it runs the job's controller" in said and "no other node has room for ranks 2 and 3" in said
     assert len(ended.notices("node_leaves")) == 2 and "notice is there (notice.file)" in said
     assert ended.code == 0 and not ended.of("recovery_started"), ended.explain()

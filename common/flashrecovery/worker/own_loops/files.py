@@ -21,6 +21,7 @@ import contextlib
 import fcntl
 import functools
 import io
+import operator
 import os
 import pathlib
 import stat
@@ -29,8 +30,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 from flashrecovery.runtime import process_end
 from flashrecovery.state import codec
@@ -57,7 +58,8 @@ class FileNotes(Protocol):
         """Empty: none."""
 
 
-class _Before(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Before:
     """A file as a step found it.
 
     Attributes:
@@ -247,13 +249,13 @@ class LoopFiles:
                 return False
             content = _content(path)[: before.size]
         added = before.added - there.st_size
-        self._before[self._step][path] = before._replace(content=content, added=added)
+        self._before[self._step][path] = replace(before, content=content, added=added)
         return True
 
     def _note_made(self, path: str, opened: Any) -> None:
         before = self._before.get(self._step, {}).get(path)
         if before is not None and before.inode == _NOT_THERE and not self._void:
-            self._before[self._step][path] = before._replace(made=_inode(_status(opened)))
+            self._before[self._step][path] = replace(before, made=_inode(_status(opened)))
             self._write_notes()
 
     def _wrote(self, path: str, count: int) -> None:
@@ -263,7 +265,7 @@ class LoopFiles:
         with self._lock:
             of_step = self._before.get(max(self._before, default=-1), {})
             if path in of_step:
-                of_step[path] = of_step[path]._replace(added=of_step[path].added + count)
+                of_step[path] = replace(of_step[path], added=of_step[path].added + count)
                 self._write_notes()
 
     def _leave(self, path: str, what: str) -> None:
@@ -321,7 +323,7 @@ class LoopFiles:
         first: dict[str, _Before] = {}
         for step in sorted((step for step in self._before if step >= version), reverse=True):
             for path, before in self._before[step].items():
-                first[path] = before._replace(added=before.added + (first[path].added if path in first else 0))
+                first[path] = replace(before, added=before.added + (first[path].added if path in first else 0))
         for path, before in [*first.items()]:
             try:
                 not_ours = _bring_back(path, before, opened.get(path))
@@ -331,7 +333,7 @@ class LoopFiles:
                 self._leave(path, not_ours)
                 del first[path]
             else:
-                first[path] = before._replace(added=0, made=_NOT_THERE)
+                first[path] = replace(before, added=0, made=_NOT_THERE)
         for path, file in opened.items():
             if path not in self._left:
                 first.setdefault(path, _found(file))
@@ -393,7 +395,7 @@ class LoopFiles:
     def _write_notes(self) -> None:
         with self._lock:
             of_steps = {n: [*files.items()] for n, files in [*self._before.items()]}
-            steps = {n: {path: tuple(one) for path, one in files} for n, files in of_steps.items() if files}
+            steps = {n: {path: _as_plain(one) for path, one in files} for n, files in of_steps.items() if files}
             if self._notes is None or not (steps or self._noted):
                 return
             self._noted = True
@@ -421,9 +423,12 @@ def _content(path: str) -> bytes:
         return file.readall()
 
 
+_as_plain = operator.attrgetter(*(attribute.name for attribute in fields(_Before)))
+
+
 def _before(plain: Sequence[Any]) -> _Before:
     one = _Before(*plain)
-    return one._replace(inode=(one.inode[0], one.inode[1]), made=(one.made[0], one.made[1]))
+    return replace(one, inode=(one.inode[0], one.inode[1]), made=(one.made[0], one.made[1]))
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import io
+import os
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -404,6 +406,27 @@ def test_each_line_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
     output.show_all()
     print("after")
     assert shown(output) == "set-up\nstep 0\nstep 1\nafter\n"
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_forked_process_shows_at_once_what_it_prints(
+    replacement: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader's worker that cannot send a batch says so there, and nowhere else."""
+    file = tmp_path / "log"
+    output = taken(monkeypatch, replacement=replacement, mark=Mark())
+    output._streams[0].real = file.open("w")
+    output.handed_out(0)
+    print("step 0")
+    child = os.fork()
+    if not child:
+        print("of a worker")
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file.read_text() == "of a worker\n"
+    output.show_all()
+    assert file.read_text() == "of a worker\nstep 0\n"
 
 
 def test_a_replacement_shows_what_its_predecessor_had_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ class Page:
         ``local_state_limit``: most bytes of one version of the rank-local state."""
         fd = os.memfd_create(f"flashrecovery-{name}", 0)
         os.ftruncate(fd, _HEADER + SLOTS * slot_bytes(local_state_limit) + SETUP_LIMIT + 2 * FILE_NOTES_LIMIT)
-        number = (_TEMP_DIR, int.from_bytes(os.urandom(5), "little"))
+        number = (_TEMP_DIR, int.from_bytes(os.urandom(4), "little"))
         words = ((_MAGIC, MAGIC), (_TAG, TAG_NONE), (_COMMITTED, -1), (_LIMIT, local_state_limit), number)
         for index, value in words:
             os.pwrite(fd, value.to_bytes(8, "little", signed=True), index * 8)

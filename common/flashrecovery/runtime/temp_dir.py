@@ -13,7 +13,8 @@ from multiprocessing import util
 
 
 def path_of(number: int) -> str:
-    return os.path.join(tempfile.gettempdir(), f"pymp-{number:010x}")
+    """As long as Python's own: the path of a socket may have 107 bytes."""
+    return os.path.join(tempfile.gettempdir(), f"pymp-{number:08x}")
 
 
 def use(path: str) -> None:

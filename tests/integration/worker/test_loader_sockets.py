@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from multiprocessing import util
 from pathlib import Path
 
 import pytest
 
 from flashrecovery.runtime import temp_dir
-from tests.support.jobs import Layout, check_clean, check_fired, run_job
+from tests.support.jobs import Job, Layout, check_clean, check_fired, run_job
 
 SCRIPT = """
 import torch
@@ -34,23 +35,30 @@ for epoch in range(2):
 
 
 def test_a_rank_that_is_killed_with_its_loaders_workers_leaves_no_sockets(tmp_path: Path) -> None:
-    script, temporary = tmp_path / "train.py", tmp_path / "tmp"
+    script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    temporary.mkdir()
-    job = run_job(
-        tmp_path / "run",
+    # The path of a socket may have 107 bytes, and tmp_path has nearly as many.
+    with tempfile.TemporaryDirectory(prefix="fr-") as temporary:
+        job = run_with(script, tmp_path / "run", temporary)
+        left = [*Path(temporary).glob("pymp-*")]
+    assert job.code == 0, job.explain()
+    check_fired(job, 1)
+    check_clean(job)
+    assert not left, job.explain()
+
+
+def run_with(script: Path, run_dir: Path, temporary: str) -> Job:
+    """One kill; sockets are in ``temporary``."""
+    return run_job(
+        run_dir,
         Layout("loader-sockets", "", nproc=2),
         script=script,
         inject=["rank=1,fault=sigkill,at=backward,step=2"],
         options=("--auto",),
-        env={"TMPDIR": str(temporary)},
+        env={"TMPDIR": temporary},
         timeout_s=200,
         standby=1,
     )
-    assert job.code == 0, job.explain()
-    check_fired(job, 1)
-    check_clean(job)
-    assert not [*temporary.glob("pymp-*")], job.explain()
 
 
 def test_one_directory_for_all_that_is_made_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,13 @@ in its page, which outlives it (:meth:`flashrecovery.runtime.page.Page.set_shown
 has come to its place, its predecessor has printed.
 
 A process that is killed between a write and the note of it, about a microsecond, has shown lines that are shown again.
+So has a process that the script has forked, as a loader's worker, if the step for which it prints is done again.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -59,6 +61,13 @@ class Output:
             self._streams = [_Stream(self, 0, sys.stdout), _Stream(self, 1, sys.stderr)]
             sys.stdout, sys.stderr = self._streams
             self._holding = replacement
+            os.register_at_fork(after_in_child=self._pass_on)
+
+    def _pass_on(self) -> None:
+        """In a process that the script has forked, as a loader's worker: it shows what it prints at once, since no step
+        of its own shows that later."""
+        self._holding = self._dropping = False
+        self._lines.clear()
 
     def add(self, real: TextSink) -> int:
         """One more stream; returns its number for :meth:`write`. Called once :meth:`take` was."""

@@ -114,14 +114,14 @@ def test_a_process_that_dies_at_once_is_not_started_for_ever(
 ) -> None:
     ended(tmp_path)
     said: list[str] = []
-    monkeypatch.setattr(snapshots, "_SHORT_LIFE_S", 0.0)
+    monkeypatch.setattr(snapshots, "SHORT_LIFE_S", 0.0)
     node = NodeSnapshots(config(), tmp_path, said.append)
     first = node.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
     wait_for_death(node, said, 1)
     assert node.pid not in (None, first) and "was restarted" in said[0]
-    monkeypatch.setattr(snapshots, "_SHORT_LIFE_S", 60.0)
+    monkeypatch.setattr(snapshots, "SHORT_LIFE_S", 60.0)
     assert node.pid is not None
     os.kill(node.pid, signal.SIGKILL)
     wait_for_death(node, said, 2)
@@ -136,7 +136,7 @@ def test_a_process_that_stands_still_holds_nobody_up(
     """It is killed rather than believed to have forgotten."""
     ended(tmp_path)
     said: list[str] = []
-    monkeypatch.setattr(snapshots, "_SHORT_LIFE_S", 0.0)
+    monkeypatch.setattr(snapshots, "SHORT_LIFE_S", 0.0)
     monkeypatch.setattr(client, "_RANK_WAITS_S", 0.2)
     node = NodeSnapshots(config(), tmp_path, said.append)
     first = node.pid

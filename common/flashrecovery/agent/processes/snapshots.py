@@ -24,7 +24,7 @@ from flashrecovery.snapshot.memory import HEADER, SharedMemory
 log = logging.getLogger("flashrecovery")
 _SAID_BEFORE = 1 << 30
 """Above this many bytes, writing takes seconds, and a notice is given first."""
-_SHORT_LIFE_S = 2.0
+SHORT_LIFE_S = 2.0
 """A process that dies sooner will do so again."""
 
 
@@ -139,7 +139,7 @@ class NodeSnapshots:
         self._host.close()
         self._host = None
         lived_s = time.monotonic() - self._started_at
-        if lived_s < _SHORT_LIFE_S:
+        if lived_s < SHORT_LIFE_S:
             why = f"the snapshot process has died after {lived_s:.1f} s, see {self._log}"
             self._notice(f"{why}; there are no snapshots from now on")
             return

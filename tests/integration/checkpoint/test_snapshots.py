@@ -216,8 +216,8 @@ def test_the_snapshot_process_dies(
     running = start(tmp_path / "run", layout, config)
     running.wait_for_step(5)
     before = snapshot_process(running)
-    while time.time() < before.create_time() + SHORT_LIFE_S + 0.2:  # one that dies at once would do so again
-        time.sleep(0.02)
+    joined = next(e["monotonic"] for e in running.events() if e["event"] == "node_joined")  # it was there by then
+    time.sleep(max(0.0, joined + SHORT_LIFE_S - time.monotonic()))  # one that dies sooner is not started again
     before.kill()
     deadline = time.monotonic() + 20
     while not [e for e in running.events() if e["event"] == "notice" and "was restarted" in e["text"]]:

@@ -289,10 +289,7 @@ class Page:
             return False
         written = self._words[_FILE_NOTES]
         words, begin = self._notes_at(written)
-        self._words[words] = 0
-        self._map[begin : begin + len(data)] = data
-        self._words[words + 1] = _digest(data)
-        self._words[words] = len(data) + 1
+        self._keep(words, begin, data)
         self._words[_FILE_NOTES] = written + 1
         return True
 
@@ -301,10 +298,7 @@ class Page:
         written = self._words[_FILE_NOTES]
         if not written:
             return b""
-        words, begin = self._notes_at(written - 1)
-        length = max(0, self._words[words] - 1)
-        data = self._map[begin : begin + length]
-        return data if _digest(data) == self._words[words + 1] else b""
+        return self._kept(*self._notes_at(written - 1)) or b""
 
     def _notes_at(self, number: int) -> tuple[int, int]:
         """Where the notes that were written after ``number`` others lie: their words, and their bytes."""
@@ -419,18 +413,26 @@ class Page:
         """Keep what this rank's collectives returned before its first step. False if it is too large."""
         if len(data) > SETUP_LIMIT:
             return False
-        self._words[_SETUP_WORDS] = 0
-        self._map[self._setup : self._setup + len(data)] = data
-        self._words[_SETUP_WORDS + 1] = _digest(data)
-        self._words[_SETUP_WORDS] = len(data) + 1
+        self._keep(_SETUP_WORDS, self._setup, data)
         return True
 
     def read_setup_log(self) -> bytes | None:
-        length = self._words[_SETUP_WORDS] - 1
+        return self._kept(_SETUP_WORDS, self._setup)
+
+    def _keep(self, words: int, begin: int, data: bytes) -> None:
+        """Write bytes at ``begin``. ``words``: the first of two, for length + 1 (0 meanwhile) and digest."""
+        self._words[words] = 0
+        self._map[begin : begin + len(data)] = data
+        self._words[words + 1] = _digest(data)
+        self._words[words] = len(data) + 1
+
+    def _kept(self, words: int, begin: int) -> bytes | None:
+        """What :meth:`_keep` has written; None: nothing, or not all of it."""
+        length = self._words[words] - 1
         if length < 0:
             return None
-        data = self._map[self._setup : self._setup + length]
-        return data if _digest(data) == self._words[_SETUP_WORDS + 1] else None
+        data = self._map[begin : begin + length]
+        return data if _digest(data) == self._words[words + 1] else None
 
     def inherit(self, old: Page) -> None:
         """Take over the rank-local states and the set-up log of the page of a dead worker, how much it has shown of

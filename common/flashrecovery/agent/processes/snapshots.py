@@ -25,7 +25,9 @@ log = logging.getLogger("flashrecovery")
 _SAID_BEFORE = 1 << 30
 """Above this many bytes, writing takes seconds, and a notice is given first."""
 SHORT_LIFE_S = 2.0
-"""A process that dies sooner will do so again."""
+"""A process that dies sooner may do so again; one death may also be chance (a kill, the kernel's OOM killer)."""
+SHORT_LIVES = 3
+"""After so many short lives in a row, the process is not started again."""
 
 
 class NodeSnapshots:
@@ -48,6 +50,7 @@ class NodeSnapshots:
         self._notice = notice
         self._name = address.name_for(path)
         self._started_at = float("-inf")
+        self._short_lives = 0  # in a row
         self._here: set[int] = set()  # ranks that have been filled on this node
         self._host: SnapshotHost | None = None
         if self._config.keep == "never" or config.parallelism is not None:  # they are of one layout
@@ -139,9 +142,10 @@ class NodeSnapshots:
         self._host.close()
         self._host = None
         lived_s = time.monotonic() - self._started_at
-        if lived_s < SHORT_LIFE_S:
-            why = f"the snapshot process has died after {lived_s:.1f} s, see {self._log}"
-            self._notice(f"{why}; there are no snapshots from now on")
+        self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
+        if self._short_lives == SHORT_LIVES:
+            why = f"the snapshot process has died {SHORT_LIVES} times within {SHORT_LIFE_S:g} s of its start"
+            self._notice(f"{why}, see {self._log}; there are no snapshots from now on")
             return
         try:
             self._host = self._start()

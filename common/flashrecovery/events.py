@@ -73,10 +73,23 @@ class StartLine(BaseModel):
     seconds: float
 
 
+class GroupBackend(BaseModel):
+    """What stands in so many groups of ``ranks``: torch's name and class of a backend, the device of its communicators
+    ("": host memory, or not known yet), and what has chosen that device."""
+
+    name: str
+    torch_class: str
+    device: str = ""
+    chosen_by: str = ""
+    groups: int = 0
+    ranks: list[int] = Field(default_factory=list)
+
+
 class JobStarted(Event):
     """Every rank has come to its first step, ``seconds`` after the launch. ``step``: the one at which the job begins,
     above 0 if it goes on from what an earlier launch has left. ``start``: lines of the script in which the slowest
-    rank spent most of that time, longest first. ``replicas``: of an elastic job, what its ranks make up; else 0."""
+    rank spent most of that time, longest first. ``replicas``: of an elastic job, what its ranks make up; else 0.
+    ``backends``: what stands in the ranks' process groups."""
 
     event: Literal["job_started"] = "job_started"
     world_size: int = 0
@@ -84,6 +97,7 @@ class JobStarted(Event):
     seconds: float = 0.0
     step: int = 0
     start: list[StartLine] = Field(default_factory=list)
+    backends: list[GroupBackend] = Field(default_factory=list)
 
 
 class FailureDetected(Event):

@@ -85,6 +85,7 @@ def test_a_kill_in_every_phase_of_the_newer_backend(layout: Layout, tmp_path: Pa
     inject = in_every_phase(gpu_check.phases_of(layout), (0, layout.nproc // 2, layout.nproc - 1), 0, "sigkill")
     job = _run(tmp_path / "run", layout, inject=inject, standby=1, env=newer)
     assert len(job.notices("fault_fired")) == len(inject), "every kill was carried out"
+    assert "nccl2" in {one["name"] for one in job.of("job_started")[0]["backends"]}
     check_same(job, _run(tmp_path / "reference", layout, standby=0, env=newer))
 
 

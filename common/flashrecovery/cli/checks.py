@@ -139,6 +139,18 @@ def compiler(built: bool) -> list[Finding]:
     return [Finding("compiler", level, "; ".join(missing), "needed once for each torch build", advice)]
 
 
+def nccl_backend(environment: Mapping[str, str]) -> list[Finding]:
+    """Which of torch's NCCL backends a group that asks for ``nccl`` gets, and where its device comes from."""
+    from flashrecovery.groups import what_nccl_means
+
+    meant = what_nccl_means()
+    if meant is None:
+        return [Finding("nccl: backend", Level.OK, "none", "this torch has no NCCL: its groups are gloo's")]
+    asked = environment.get("TORCH_DIST_USE_NCCL2")
+    found = f"nccl means {meant.torch_class} ({meant.name}; TORCH_DIST_USE_NCCL2={asked or '(unset)'})"
+    return [Finding("nccl: backend", Level.OK, found, f"its device: {meant.chosen_by}")]
+
+
 def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
     """NCCL's variables as a worker would see them, if there is an NVIDIA device or if asked for."""
     if not wanted and not Path("/dev/nvidiactl").exists():

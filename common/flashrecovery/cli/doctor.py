@@ -48,6 +48,7 @@ def examine(build: bool = False, nccl: bool = False) -> Iterator[Finding]:
         backend = checks.backend(build, say)
         yield from backend
         yield from checks.compiler(built=all(f.level is Level.OK for f in backend))
+        yield from checks.nccl_backend(os.environ)
         yield from checks.nccl(os.environ, nccl)
     yield from health_checks.plugins()
     yield from checks.grpc_loopback()

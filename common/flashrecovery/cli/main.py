@@ -23,6 +23,7 @@ _COMMANDS = {
     "resize": "Change the number of replicas of a running elastic job.",
     "replan": "Change the parallel layout of a running job.",
     "drain": "Remove a node from a running job, after its ranks were handed over.",
+    "groups": "Show which backends stand in a job's process groups, and on which devices.",
     "report": "Show every recovery of a job, phase by phase.",
     "story": "Show what happened to one rank of a job, in order.",
     "checkpoints": "List the checkpoints and snapshots of a job, and check them.",

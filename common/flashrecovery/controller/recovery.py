@@ -26,7 +26,7 @@ from flashrecovery.controller.next_move import (
 )
 from flashrecovery.controller.parallelism import Parallelism
 from flashrecovery.controller.state.custody import ready_for, sharding_of, take_on_parts
-from flashrecovery.controller.state.history import start_lines
+from flashrecovery.controller.state.history import group_backends, start_lines
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.parity import other_groups
@@ -107,6 +107,7 @@ class RecoverySteps:
                     seconds=now - self._job.started_at,
                     step=found.round.version if found is not None else 0,
                     start=start_lines(slowest_start(self._job.ranks.values())),
+                    backends=group_backends(self._job.ranks.values()),
                 )
             )
         else:

@@ -8,6 +8,7 @@ user's script from the top with detached groups and attaches at the same point. 
 """
 
 from flashrecovery.groups.accelerator import lost_context
+from flashrecovery.groups.backends_in_use import BackendInUse, backends_in_use, what_nccl_means
 from flashrecovery.groups.device_group import DeviceGroup, device_group
 from flashrecovery.groups.exchange import (
     AttachReport,
@@ -58,6 +59,7 @@ __all__ = [
     "EVERYBODY",
     "UNKNOWN",
     "AttachReport",
+    "BackendInUse",
     "DeviceGroup",
     "DrainReport",
     "GroupProgress",
@@ -68,6 +70,7 @@ __all__ = [
     "abandonment_count",
     "apart_from_steps",
     "attach",
+    "backends_in_use",
     "before_destruction",
     "between_steps",
     "build",
@@ -106,4 +109,5 @@ __all__ = [
     "underway_ns",
     "use_abort_order",
     "watch_outside",
+    "what_nccl_means",
 ]

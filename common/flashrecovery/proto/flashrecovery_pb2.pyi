@@ -1482,6 +1482,39 @@ class StartLine(_message.Message):
 Global___StartLine: _TypeAlias = StartLine  # noqa: Y015
 
 @_typing.final
+class GroupBackend(_message.Message):
+    """What stands in so many groups of a rank: torch's name and class of a backend, its device, and what has chosen that."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TORCH_CLASS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    CHOSEN_BY_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    torch_class: _builtins.str
+    device: _builtins.str
+    chosen_by: _builtins.str
+    groups: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        torch_class: _builtins.str = ...,
+        device: _builtins.str = ...,
+        chosen_by: _builtins.str = ...,
+        groups: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen_by", b"chosen_by", "device", b"device", "groups", b"groups", "name", b"name", "torch_class", b"torch_class"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupBackend: _TypeAlias = GroupBackend  # noqa: Y015
+
+@_typing.final
 class Joined(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1503,6 +1536,7 @@ class Joined(_message.Message):
     EACH_FIELD_NUMBER: _builtins.int
     INNER_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    BACKENDS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1543,6 +1577,8 @@ class Joined(_message.Message):
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of an elastic job: the numbers of replicas with which it can go on; none: all"""
 
+    @_builtins.property
+    def backends(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBackend]: ...
     def __init__(
         self,
         *,
@@ -1564,10 +1600,11 @@ class Joined(_message.Message):
         each: _builtins.int = ...,
         inner: _builtins.int = ...,
         facts: _builtins.str = ...,
+        backends: _abc.Iterable[Global___GroupBackend] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

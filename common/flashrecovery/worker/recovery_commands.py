@@ -137,6 +137,7 @@ class RecoveryExecutor:
             checkpoints=worker.settings.checkpoint.dir is not None,
             checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
             start=worker.connection.start_profile.joined(),
+            backends=_group_backends(),
             in_snapshots=self._loop.copies.in_snapshots,
             parity=self._loop.copies.parity(-1),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
@@ -545,6 +546,15 @@ class RecoveryExecutor:
         if not recently or not self._loop.can_go_back_anywhere:
             return []
         return [v for v in page.local_state_versions() if v < self._came_at and local_state.at(v) is None]
+
+
+def _group_backends() -> list[pb.GroupBackend]:
+    return [
+        pb.GroupBackend(
+            name=one.name, torch_class=one.torch_class, device=one.device, chosen_by=one.chosen_by, groups=count
+        )
+        for one, count in groups.backends_in_use().items()
+    ]
 
 
 def _seconds(interval: float | Literal["auto"]) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.controller.state.nodes import NodeRecord
+from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.controller.state.restore_plan import RestoreRound
 from flashrecovery.kinds import FailureKind
 from flashrecovery.plan.transitions import State
@@ -28,6 +30,20 @@ PHASE_OF = {
 def start_lines(lines: Iterable[pb.StartLine]) -> list[ev.StartLine]:
     """For an event."""
     return [ev.StartLine(where=line.where, text=line.text, seconds=line.seconds) for line in lines]
+
+
+def group_backends(records: Iterable[RankRecord]) -> list[ev.GroupBackend]:
+    """For an event: what stands in the ranks' groups, once for the ranks that say the same."""
+    ranks: dict[tuple[str, str, str, str, int], list[int]] = defaultdict(list)
+    for record in records:
+        for one in record.backends:
+            ranks[one.name, one.torch_class, one.device, one.chosen_by, one.groups].append(record.rank)
+    return [
+        ev.GroupBackend(
+            name=name, torch_class=torch_class, device=device, chosen_by=chosen_by, groups=count, ranks=sorted(numbers)
+        )
+        for (name, torch_class, device, chosen_by, count), numbers in sorted(ranks.items())
+    ]
 
 
 @dataclass

@@ -130,6 +130,7 @@ class RankRecord:
             serves.
         batches: in an elastic job, what the rank's batches are made of.
         outline: of the sharded state, the same in every process that runs the same script; "" if there is none.
+        backends: what stands in its process groups.
         steps: the number of steps it will take; :data:`ENDLESS` if they end with the script; None while it has not
             reported this.
         ended: the number of calls after which its script ended; 0: it has not ended, or takes steps.
@@ -163,6 +164,7 @@ class RankRecord:
     outline: str = ""
     digests: dict[str, str] = field(default_factory=dict)
     start: list[pb.StartLine] = field(default_factory=list)
+    backends: list[pb.GroupBackend] = field(default_factory=list)
     committed: int = -1
     hang_floor_s: float = 0.0
     left_at: float = 0.0
@@ -300,6 +302,7 @@ class RankRecord:
         self.inventory.process_joined(message.needs, as_launched=as_launched)
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.start = list(message.start)
+        self.backends = list(message.backends)
         self.inventory.take(-1, message.held, message.parity)
 
     @property

@@ -51,7 +51,7 @@ class FlashRecoveryConfig(BaseModel):
         """The worker's settings that this block sets."""
         result = {name: getattr(self, name) for name in _OVERRIDES if name in self.model_fields_set}
         if self.hang_timeout_s != "auto":
-            result["timeouts"] = {"hang_floor_s": self.hang_timeout_s}
+            result["timeouts"] = {"hang_step_s": self.hang_timeout_s}
         if self.checkpoint is not None:
             result["checkpoint"] = self.checkpoint.model_dump(exclude_unset=True)
         return result

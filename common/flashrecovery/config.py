@@ -54,11 +54,22 @@ class Timeouts(_Model):
         le=0.25,
         description="period of the agents' heartbeats to the controller; at most 0.25, so at least 4 Hz",
     )
-    hang_floor_s: float = Field(
+    hang_step_s: float = Field(
         120.0,
         gt=0,
-        description="a hang is at least this long without progress: first steps compile, loaders stall",
+        description="a hang in a step, or in the fetch of its batch, is at least this long without progress: loaders "
+        "stall",
     )
+    hang_first_step_s: float = Field(
+        900.0,
+        gt=0,
+        description="... in the first step of a process, and in a compilation in any step; what ends after one counts "
+        "as progress. Here and below: never less than hang_step_s",
+    )
+    hang_evaluation_s: float = Field(
+        1800.0, gt=0, description="... in the script's own code between two steps: an evaluation, say"
+    )
+    hang_save_s: float = Field(1800.0, gt=0, description="... in a checkpoint that the script writes")
     hang_factor: float = Field(10.0, ge=2, description="a hang is also at least this many times a usual step")
     stopped_s: float = Field(
         2.0, gt=0, description="a process that is stopped (state T, SIGSTOP) for this long has failed"
@@ -748,6 +759,7 @@ RENAMED: dict[str, str] = {
     "direct_agents": "max_direct_agents",
     "outside_s": "between_steps_s",
     "replan": "parallelism",
+    "hang_floor_s": "hang_step_s",
 }
 """Keys that had another name before the first release."""
 

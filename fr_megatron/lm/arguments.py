@@ -91,7 +91,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         if (value := given(args, name)) is not None
     }
     if (seconds := given(args, "hang_timeout")) is not None:
-        result["timeouts"] = {"hang_floor_s": seconds}
+        result["timeouts"] = {"hang_step_s": seconds}
     checkpoint = {"dir": given(args, "checkpoint_dir"), "interval_s": given(args, "checkpoint_interval")}
     if checkpoint := {name: value for name, value in checkpoint.items() if value is not None}:
         result["checkpoint"] = checkpoint

@@ -244,7 +244,7 @@ def test_a_packer_around_what_is_protected_is_refused_before_the_second_step(tmp
 @pytest.mark.grid
 def test_a_rank_that_skips_a_step_alone_is_named(tmp_path: Path) -> None:
     """The others wait in the backward pass, and it for them at the end of its step."""
-    config = {"timeouts": {"hang_floor_s": 8.0}}
+    config = {"timeouts": {"hang_step_s": 8.0}}
     job = run_loop(tmp_path / "run", _layout("skips-alone", "ddp"), 10, config=config, timeout_s=240)
     assert job.code not in (0, -1000), f"it went on with ranks that differ, or stood\n{job.explain()}"
     text = job.notices("deadlock")[0]["text"]

@@ -198,7 +198,7 @@ def _let_go_first(folder: Path) -> None:
 @pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.grid), "backward"])
 def test_a_living_rank_is_killed_when_all_of_its_domain_have_aborted(fault: str, phase: str, tmp_path: Path) -> None:
     """Otherwise the others would be lost with it."""
-    config = {"timeouts": {"hang_floor_s": 4.0}}
+    config = {"timeouts": {"hang_step_s": 4.0}}
     inject = [f"rank=1,fault={fault},at={phase},step=3"]
     job = _run(tmp_path / "run", FSDP, inject=inject, standby=1, env=_one_domain(tmp_path), config=config)
     (recovery,) = job.of("recovery_finished")

@@ -376,7 +376,7 @@ class ModelWorker:
             needs=self._needs(digests=not self.detached),
             held=self._held(),
             steps=self.script.steps,
-            hang_floor_s=self.world.config.timeouts.hang_floor_s,
+            hang_step_s=self.world.config.timeouts.hang_step_s,
             checkpoints=self.world.disk is not None,
             checkpoint_interval_s=self.world.shape.checkpoint_s,
             batches="global" if self.script.micro_batches else "",

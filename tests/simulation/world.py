@@ -31,7 +31,7 @@ PORT = 29400
 
 
 _SHORTER = {
-    "hang_floor_s": 15.0,
+    "hang_step_s": 15.0,
     "node_wait_s": 120.0,
     "rendezvous_s": 60.0,
     "controller_gone_s": 60.0,

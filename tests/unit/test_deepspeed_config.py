@@ -23,7 +23,7 @@ def test_only_what_is_given_overrides_the_launcher() -> None:
     assert parse({"flash_recovery": block}).overrides() == {"redundancy": "neighbor", "verify": False}
     block = {"hang_timeout_s": 30, "checkpoint": {"dir": "/x", "interval_s": "auto"}}
     assert parse({"flash_recovery": block}).overrides() == {
-        "timeouts": {"hang_floor_s": 30},
+        "timeouts": {"hang_step_s": 30},
         "checkpoint": {"dir": Path("/x"), "interval_s": "auto"},
     }
 

@@ -221,7 +221,7 @@ def test_a_verdict_on_many_ranks_takes_no_square_of_time() -> None:
 
 # -- when the agents are asked --------------------------------------------------------------------
 
-LIMITS = Timeouts(hang_floor_s=5.0, ping_s=1.0)
+LIMITS = Timeouts(hang_step_s=5.0, ping_s=1.0)
 
 
 def records(*ages: float, step_s: float = 0.1) -> list[RankRecord]:
@@ -250,7 +250,7 @@ def test_the_agents_are_asked_when_a_rank_is_late() -> None:
     assert HangDetector(LIMITS).due(records(1.0, 5.1), 0.0)
     assert not HangDetector(LIMITS).due(records(1.0, 5.1, step_s=2.0), 0.0), "ten usual steps"
     slow_rank = records(1.0, 5.1)
-    slow_rank[1].hang_floor_s = 60.0
+    slow_rank[1].hang_step_s = 60.0
     assert not HangDetector(LIMITS).due(slow_rank, 0.0), "its framework says so"
     assert HangDetector(LIMITS).due(records(4.0, 4.0), 1.5), "time passes, also without a heartbeat"
 
@@ -320,7 +320,7 @@ def test_late_and_foreign_answers_count_for_nothing() -> None:
 
 
 def test_a_hang_across_nodes_is_recovered_from() -> None:
-    world = World(2, nnodes=2, controller="h:1", timeouts={"hang_floor_s": 5.0})
+    world = World(2, nnodes=2, controller="h:1", timeouts={"hang_step_s": 5.0})
     world.join("a")
     world.join("b")
     while world.machine.job.state is not State.RUNNING or world.version[0] < 1:

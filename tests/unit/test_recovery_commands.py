@@ -268,7 +268,7 @@ def test_a_rank_of_the_launch_seals_what_it_begins_with_and_is_live_at_version_0
         None,
     )
     worker.settings.checkpoint.dir, worker.settings.checkpoint.interval_s = None, "auto"
-    worker.settings.timeouts.hang_floor_s = 1.0
+    worker.settings.timeouts.hang_step_s = 1.0
     worker.gate.generation = 0
     loop.copies.in_snapshots, loop.copies.parity.return_value = False, pb.Parity()
     monkeypatch.setattr(groups, "take_setup_log", lambda: b"")

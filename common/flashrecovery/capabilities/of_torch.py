@@ -295,6 +295,19 @@ COMPILED = capability(
     Attributes("torch._dynamo.eval_frame", "OptimizedModule", ("_orig_mod",)),
     otherwise="the wrapper around a compiled module has to be registered",
 )
+COMPILATIONS = capability(
+    "compilations",
+    "a rank that compiles in the middle of training is given more time before it counts as hung",
+    Defined(
+        "torch._dynamo.callback",
+        (
+            "CompilationCallbackHandler.run_start_callbacks",
+            "CompilationCallbackHandler.run_end_callbacks",
+            "CompilationCallbackHandler.install_callbacks",
+        ),
+    ),
+    otherwise="timeouts.hang_step_s has to allow for compilations after the first step",
+)
 LEARNED_SIZES = capability(
     "learned sizes",
     "a replacement compiles for the sizes that have turned out to vary",
@@ -344,7 +357,7 @@ TORCH = Framework(
             SCHEDULERS,
             CUDA,
         ),
-        *(COMPILED, LEARNED_SIZES, INDUCTOR_FILES, STAGING),
+        *(COMPILED, COMPILATIONS, LEARNED_SIZES, INDUCTOR_FILES, STAGING),
     ),
 )
 GROUPS = (GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY)

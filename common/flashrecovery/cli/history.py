@@ -16,7 +16,7 @@ PHASES = ("detect", "quiesce", "replace", "fallback", "regroup", "restore", "ver
 
 BOUNDS: dict[str, str] = {
     "detect": "the poll of /proc (5 ms) and pidfd for a dead process; the hang threshold "
-    "(timeouts.hang_floor_s, hang_factor) for one that lives but stands still",
+    "(timeouts.hang_step_s, hang_factor) for one that lives but stands still",
     "quiesce": "the slowest survivor: it leaves its collective within milliseconds, but a kernel that runs is "
     "finished first, and a rank in its optimizer may complete the update (timeouts.mutation_grace_s)",
     "replace": "the replacement's way to its first step: start and imports (a standby has done them: --standby), "

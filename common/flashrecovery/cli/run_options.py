@@ -114,7 +114,12 @@ OWN = (
     _option("--pre-step-copy", default=None, help="Copy a rank's own state before each step: auto | always | never"),
     _renamed("--undo", "--pre-step-copy"),
     _option("--snapshots", default=None, help="Copies that outlive the processes of the job: auto | always | never"),
-    _option("--hang-timeout", type=float, default=None, help="A hang is at least this many seconds without progress."),
+    _option(
+        "--hang-timeout",
+        type=float,
+        default=None,
+        help="A hang in a step is at least so many seconds without progress.",
+    ),
     _option(
         "--checkpoint-dir", type=click.Path(path_type=Path), default=None, help="Directory for fallback checkpoints."
     ),
@@ -207,7 +212,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
     if inject:
         values["inject"] = [parse_fault(text).model_dump() for text in inject]
     if "hang_timeout" in values:
-        values["timeouts"] = {**values.get("timeouts", {}), "hang_floor_s": values.pop("hang_timeout")}
+        values["timeouts"] = {**values.get("timeouts", {}), "hang_step_s": values.pop("hang_timeout")}
     if "parallelism" in values:
         values["parallelism"] = {"min": values.pop("parallelism")}
     if "elastic" in values:

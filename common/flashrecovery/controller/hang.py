@@ -1,6 +1,7 @@
 """When ranks stand still, have every agent look at its workers, and find the culprit.
 
-A rank is suspected when its progress counter has stood still for ``max(hang_floor_s, hang_factor * usual step time)``.
+A rank is suspected when its progress counter has stood still for longer than what it does may take
+(:class:`flashrecovery.plan.hang.Deadlines`).
 Then all agents are asked at once, and :mod:`flashrecovery.plan.hang` judges. Only a verdict that a second look
 repeats, with the same ranks accused and no progress of theirs in between, has consequences.
 
@@ -17,7 +18,17 @@ from flashrecovery.config import Timeouts
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.kinds import NoticeKind
-from flashrecovery.plan.hang import Group, Operation, Progress, RankPosition, Verdict, VerdictKind, judge
+from flashrecovery.plan.hang import (
+    Deadlines,
+    Group,
+    Operation,
+    Progress,
+    RankPosition,
+    Verdict,
+    VerdictKind,
+    Work,
+    judge,
+)
 from flashrecovery.plan.membership.node_failures import SLOW
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -112,6 +123,13 @@ class HangDetector:
 
     def __init__(self, limits: Timeouts) -> None:
         self._limits = limits
+        self._deadlines = Deadlines(
+            step_s=limits.hang_step_s,
+            first_step_s=limits.hang_first_step_s,
+            evaluation_s=limits.hang_evaluation_s,
+            save_s=limits.hang_save_s,
+            factor=limits.hang_factor,
+        )
         self._number = 0
         self._look: _Look | None = None
         self._next_at = 0.0
@@ -190,11 +208,7 @@ class HangDetector:
         if record.place is not Place.RUNNING or not record.health.progress_age_s:
             return False
         age_s = record.health.idle_s(now)
-        return age_s >= record.hang_floor_s and age_s >= self._limit(record, record.health.step_s)
-
-    def _limit(self, record: RankRecord, step_s: float) -> float:
-        """Seconds without progress that make a suspect."""
-        return max(record.hang_floor_s or self._limits.hang_floor_s, self._limits.hang_factor * step_s)
+        return age_s >= self._deadlines.limit_s(record.health.work, record.health.step_s, record.hang_step_s)
 
     def _position(self, record: RankRecord, answer: pb.HangReport) -> RankPosition:
         groups = {
@@ -204,7 +218,8 @@ class HangDetector:
         return RankPosition(
             rank=answer.rank,
             age_s=answer.age_s,
-            limit_s=self._limit(record, answer.step_s),
+            limit_s=self._deadlines.limit_s(Work(answer.work), answer.step_s, record.hang_step_s),
+            work=Work(answer.work),
             progress=answer.progress,
             answered=answer.answered,
             stopped=answer.stopped,

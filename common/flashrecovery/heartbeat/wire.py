@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.rpc.handshake import job_key
 
-MAGIC = b"FRB3"
+MAGIC = b"FRB4"
 BEAT = 1
 """Agent to controller."""
 ANSWER = 2
@@ -31,7 +31,7 @@ ECHO = 4
 
 _HEADER = struct.Struct("<4sBBHQQQQIdQ")
 _TICKET = struct.Struct("<8xQ")
-_RANK = struct.Struct("<IIqQqffffeeH")
+_RANK = struct.Struct("<IIqQqffffeeHB")
 _DIGEST_BYTES = 16
 _RANKS = 25
 LIMIT = _HEADER.size + _RANKS * _RANK.size + _DIGEST_BYTES
@@ -137,6 +137,7 @@ def pack_ranks(ranks: Iterable[pb.RankHealth]) -> list[tuple[int, bytes]]:
             min(r.overhead_s, _LONGEST_S),
             min(r.kept_age_s, _LONGEST_S),
             _behind(r),
+            r.work,
         )
         for r in ranks
     ]
@@ -159,6 +160,7 @@ def unpack_ranks(datagram: bytes) -> Iterator[pb.RankHealth]:
         overhead_s,
         kept_age_s,
         behind,
+        work,
     ) in _RANK.iter_unpack(memoryview(datagram)[_HEADER.size : -_DIGEST_BYTES]):
         yield pb.RankHealth(
             rank=rank,
@@ -173,6 +175,7 @@ def unpack_ranks(datagram: bytes) -> Iterator[pb.RankHealth]:
             overhead_s=overhead_s,
             kept=0 if behind == _NOTHING_KEPT else committed + 1 - behind,
             kept_age_s=kept_age_s,
+            work=work,
         )
 
 

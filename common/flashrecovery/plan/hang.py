@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
 
 from flashrecovery.plan.words import ranks_text, shortened
@@ -31,6 +31,50 @@ UNKNOWN = -2
 
 _SHOWN_LINKS = 4
 _SHOWN_OPERATIONS = 3
+
+
+class Work(IntEnum):
+    """What a training thread does. Each kind has a deadline of its own."""
+
+    STEP = 0
+    """A step, or the fetch of its batch."""
+    FIRST_STEP = 1
+    """The first step of a process, or a compilation in any step."""
+    EVALUATION = 2
+    """The script's own code between two steps."""
+    SAVE = 3
+    """A checkpoint that the script writes."""
+
+
+_WORK_TEXTS = {
+    Work.STEP: "a step (hang_step_s)",
+    Work.FIRST_STEP: "its first step, or a compilation (hang_first_step_s)",
+    Work.EVALUATION: "the script's code between two steps (hang_evaluation_s)",
+    Work.SAVE: "a save (hang_save_s)",
+}
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """After how many seconds without progress a rank is suspected, by what it does. ``factor``: never before so many of
+    its usual steps."""
+
+    step_s: float
+    first_step_s: float
+    evaluation_s: float
+    save_s: float
+    factor: float
+
+    def limit_s(self, work: Work, usual_step_s: float, step_s: float = 0.0) -> float:
+        """Of a rank whose steps usually take ``usual_step_s``. ``step_s``: in place of that for a step; 0: not set. No
+        kind of work has less time than a step."""
+        allowed = {
+            Work.STEP: 0.0,
+            Work.FIRST_STEP: self.first_step_s,
+            Work.EVALUATION: self.evaluation_s,
+            Work.SAVE: self.save_s,
+        }
+        return max(step_s or self.step_s, allowed[work], self.factor * usual_step_s)
 
 
 @dataclass(frozen=True)
@@ -82,6 +126,7 @@ class RankPosition:
     operations: tuple[Operation, ...] = ()
     groups: Mapping[Group, Progress] = field(default_factory=dict)
     stack: str = ""
+    work: Work = Work.STEP
 
     @property
     def late(self) -> bool:
@@ -227,8 +272,9 @@ class _Case:
         if position.stopped:
             return f"stopped (process state T), no progress for {position.age_s:.1f} s"
         if not position.answered:
-            return f"no progress for {position.age_s:.1f} s, and its control thread does not answer"
-        return f"in no collective, no progress for {position.age_s:.1f} s"
+            where = _WORK_TEXTS[position.work]
+            return f"no progress for {position.age_s:.1f} s in {where}, and its control thread does not answer"
+        return f"in no collective, no progress for {position.age_s:.1f} s in {_WORK_TEXTS[position.work]}"
 
     def _mutual(self) -> Verdict | None:
         """The ranks wait for each other."""

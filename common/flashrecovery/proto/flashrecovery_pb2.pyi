@@ -623,6 +623,7 @@ class RankHealth(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     KEPT_AGE_S_FIELD_NUMBER: _builtins.int
     ENTERED_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     tag: _builtins.int
     """i | -1 | i+1, see "step tag"; -2: not in a step yet"""
@@ -645,6 +646,8 @@ class RankHealth(_message.Message):
     """since that copy was complete"""
     entered: _builtins.int
     """1 + newest step whose block it has entered in this generation; 0: none, or a datagram"""
+    work: _builtins.int
+    """what it does: plan/hang.py, Work"""
     def __init__(
         self,
         *,
@@ -661,10 +664,11 @@ class RankHealth(_message.Message):
         kept: _builtins.int = ...,
         kept_age_s: _builtins.float = ...,
         entered: _builtins.int = ...,
+        work: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "entered", b"entered", "kept", b"kept", "kept_age_s", b"kept_age_s", "overhead_s", b"overhead_s", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "entered", b"entered", "kept", b"kept", "kept_age_s", b"kept_age_s", "overhead_s", b"overhead_s", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -711,6 +715,7 @@ class HangReport(_message.Message):
     OPERATIONS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     STACK_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     answered: _builtins.bool
@@ -721,6 +726,8 @@ class HangReport(_message.Message):
     step_s: _builtins.float
     stack: _builtins.str
     """of the training thread, if no operation is under way"""
+    work: _builtins.int
+    """as of RankHealth"""
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
         """not finished, oldest first"""
@@ -740,10 +747,11 @@ class HangReport(_message.Message):
         operations: _abc.Iterable[Global___Operation] | None = ...,
         groups: _abc.Iterable[Global___GroupProgress] | None = ...,
         stack: _builtins.str = ...,
+        work: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "answered", b"answered", "groups", b"groups", "operations", b"operations", "pid", b"pid", "progress", b"progress", "rank", b"rank", "stack", b"stack", "step_s", b"step_s", "stopped", b"stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "answered", b"answered", "groups", b"groups", "operations", b"operations", "pid", b"pid", "progress", b"progress", "rank", b"rank", "stack", b"stack", "step_s", b"step_s", "stopped", b"stopped", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1523,7 +1531,7 @@ class Joined(_message.Message):
     NEEDS_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
-    HANG_FLOOR_S_FIELD_NUMBER: _builtins.int
+    HANG_STEP_S_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
@@ -1541,7 +1549,7 @@ class Joined(_message.Message):
     generation: _builtins.int
     steps: _builtins.int
     """-1: the script's end is the end of its steps"""
-    hang_floor_s: _builtins.float
+    hang_step_s: _builtins.float
     """Settings that a framework's own configuration may have changed, of concern to the agent and the controller:
     0: as launched
     """
@@ -1587,7 +1595,7 @@ class Joined(_message.Message):
         needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         held: _abc.Iterable[Global___Held] | None = ...,
         steps: _builtins.int = ...,
-        hang_floor_s: _builtins.float = ...,
+        hang_step_s: _builtins.float = ...,
         checkpoints: _builtins.bool = ...,
         checkpoint_interval_s: _builtins.float = ...,
         start: _abc.Iterable[Global___StartLine] | None = ...,
@@ -1604,7 +1612,7 @@ class Joined(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_floor_s", b"hang_floor_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_step_s", b"hang_step_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from flashrecovery.plan.hang import Work
 from flashrecovery.plan.quiet_abort import Communicators
 from flashrecovery.plan.words import step_text
 from flashrecovery.runtime import temp_dir
@@ -35,7 +36,7 @@ from flashrecovery.runtime.local_state_slots import SLOTS, WORDS, LocalStateSlot
 from flashrecovery.state import witness
 from flashrecovery.util.clock import lease_clock_ns
 
-MAGIC = 0x46525047_00000009
+MAGIC = 0x46525047_0000000A
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
@@ -64,6 +65,7 @@ _GROWN = _SHOWN + 1
 _COMMUNICATORS, _MAY_ABORT = _GROWN + 1, _GROWN + 2
 _FILE_NOTES = 80  # how often they were written; then, of each of two places, length + 1 (0: none) and digest
 _TEMP_DIR = 85
+_WORK, _COMPILES = 86, 87
 _WRITES_BITS = 24  # of that word; a step that writes more often is noted once it is through
 
 
@@ -73,7 +75,7 @@ class Health:
     ``generation``; times in seconds. ``own_s``: the rank's own work in a step, and the least of its last steps (0: not
     known yet). ``overhead_s``: what recovery takes of a step (0: not known yet). ``kept``: the newest version of which
     this rank keeps a whole copy for another one (-1: none), since ``kept_at``. ``entered``: the newest step whose block
-    it has entered in this generation (-1: none)."""
+    it has entered in this generation (-1: none). ``work``: what it does."""
 
     tag: int
     progress: int
@@ -87,6 +89,7 @@ class Health:
     kept: int = -1
     kept_at: float = 0.0
     entered: int = -1
+    work: Work = Work.STEP
 
 
 class Page:
@@ -168,6 +171,20 @@ class Page:
         """Progress without a new tag."""
         self._words[_PROGRESS] += 1
         self._words[_TIME_NS] = time.monotonic_ns()
+
+    @property
+    def work(self) -> Work:
+        """What the training thread does, but for compilations."""
+        return Work(self._words[_WORK])
+
+    def set_work(self, work: Work) -> None:
+        """Publish what the training thread does from now on. That is no progress."""
+        self._words[_WORK] = work
+
+    def set_compiles(self, compiles: bool) -> None:
+        """Publish that a thread of the process compiles, or that none does any more; counts as progress."""
+        self.beat()  # first: what it has taken counts no more when its deadline does not
+        self._words[_COMPILES] = compiles
 
     def set_kept(self, version: int) -> None:
         """Publish the newest version of which a whole copy is kept for another rank; -1: none. Any thread."""
@@ -352,6 +369,7 @@ class Page:
             w[_KEPT] - 1,
             w[_KEPT_NS] / 1e9,
             w[_ENTERED] - 1,
+            Work.FIRST_STEP if w[_COMPILES] else Work(w[_WORK]),
         )
 
     def _committed_in(self) -> tuple[int, int]:

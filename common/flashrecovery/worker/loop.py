@@ -15,6 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import NoReturn
 
@@ -47,7 +48,7 @@ from flashrecovery.worker.script_checks.unregistered import Unregistered
 from flashrecovery.worker.script_text.plain_values import is_kept
 from flashrecovery.worker.script_text.post_step_collectives import communicates_below
 from flashrecovery.worker.script_text.script_frames import check_loop, texts_of
-from flashrecovery.worker.step import activation_release
+from flashrecovery.worker.step import activation_release, compilation
 from flashrecovery.worker.step import post_step_code as below
 from flashrecovery.worker.step.collectives import CollectiveWatch
 from flashrecovery.worker.step.discarded_run import DiscardedRun
@@ -194,6 +195,10 @@ class Loop:
         """Whether ``error`` is the consequence of a stop. May wait for it."""
         return self._stops.explain(error)
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Within it the script writes a checkpoint."""
+        return self._gate.saving()
+
     def stood_in(self) -> None:
         """The script has been given what no peer has said."""
         self._collectives.answered()
@@ -229,6 +234,7 @@ class Loop:
             adapter.watch(TimedHooks(self._step, self._gate.overhead))
         self._recoverer.join(num_steps)
         below.watch(self)
+        compilation.watch(self._gate.page)
         self._outside.start()
         if not self._own_calls:
             groups.set_between_hook(self._answers)

@@ -133,7 +133,7 @@ class RecoveryExecutor:
             needs=self._needs(digests=not worker.connection.detached),
             held=self._held(),
             steps=-1 if num_steps is None else num_steps,
-            hang_floor_s=worker.settings.timeouts.hang_floor_s,
+            hang_step_s=worker.settings.timeouts.hang_step_s,
             checkpoints=worker.settings.checkpoint.dir is not None,
             checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
             start=worker.connection.start_profile.joined(),

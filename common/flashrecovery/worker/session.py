@@ -218,7 +218,7 @@ class Session:
     def _at_data(self) -> None:
         """Called when the script asks for a batch."""
         self.gate.check()
-        self.gate.page.beat()
+        self.gate.fetches()
         self._worker.faults.hit("data", self.gate.version)
 
     # -- checkpoints ------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_the_loop_has_decided_to_end(config: dict[str, Any], tmp_path: Path) -> 
     check_clean(job)
 
 
-FAR_BACK = {"redundancy": "none", "snapshots": {"keep": "never"}, "timeouts": {"hang_floor_s": 20}}
+FAR_BACK = {"redundancy": "none", "snapshots": {"keep": "never"}, "timeouts": {"hang_step_s": 20}}
 """What a rank had alone is lost with it, so that all go back to a checkpoint."""
 
 

@@ -27,7 +27,7 @@ reference = references_of_a_module(STEPS)
 def test_its_rank_goes_to_another_node(net: Network, tmp_path: Path, reference: References) -> None:
     first, stuck, spare = net.hosts
     config = tmp_path / "config.yaml"
-    config.write_text(json.dumps({"timeouts": {"fence_s": 2.0, "hang_floor_s": 4.0}}))
+    config.write_text(json.dumps({"timeouts": {"fence_s": 2.0, "hang_step_s": 4.0}}))
     job = NodesJob(net, tmp_path / "run", FSDP, nnodes=2, spare=1, steps=STEPS, config=config)
     job.wait_for_step(8)
     rank = next(rank for rank, host in sorted(job.rank_hosts().items()) if host is stuck)

@@ -22,7 +22,7 @@ def test_a_rank_that_leaves_in_its_block_is_named_long_before_the_time_of_a_hang
     (told,) = job.notices("data_ended")
     reason = "the data of rank 1 has ended in step 3, while the other ranks still have data"
     assert failed["reason"].startswith(reason), job.explain()
-    assert failed["time"] - told["time"] < 60, "hang_floor_s is 120 s"
+    assert failed["time"] - told["time"] < 60, "hang_step_s is 120 s"
     assert job.code == 1
     check_clean(job)
 

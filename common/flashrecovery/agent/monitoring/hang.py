@@ -74,6 +74,6 @@ class Looks:
         health = process.page.health()
         message.rank, message.pid = process.place, process.pid
         message.stopped = is_stopped(process.pid)
-        message.progress, message.step_s = health.progress, health.step_s
+        message.progress, message.step_s, message.work = health.progress, health.step_s, health.work
         message.age_s = time.monotonic() - health.progress_at if health.progress_at and process.stepping else 0.0
         return message

@@ -94,6 +94,7 @@ class HeartbeatLoop:
                     kept=health.kept + 1,
                     kept_age_s=now - health.kept_at if health.kept >= 0 else 0.0,
                     entered=health.entered + 1 if health.generation == self._watched.generation else 0,
+                    work=health.work,
                 )
             )
         pairs = counted_pairs(counted)

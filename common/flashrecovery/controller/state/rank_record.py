@@ -10,6 +10,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.state.crashes import Crashes
 from flashrecovery.controller.state.rank_inventory import RankInventory
 from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.hang import Work
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -81,6 +82,7 @@ class HeartbeatHealth:
         kept, kept_age_s: newest version of which it keeps a whole copy for another rank (-1: none), and for how long
             it had.
         entered: the step that it has begun; -1: not known, or of another generation.
+        work: what it does.
     """
 
     tag: int = -2
@@ -93,6 +95,7 @@ class HeartbeatHealth:
     kept: int = -1
     kept_age_s: float = 0.0
     entered: int = -1
+    work: Work = Work.STEP
 
     def idle_s(self, now: float) -> float:
         """For so long the rank has made no progress, as far as is known."""
@@ -105,6 +108,7 @@ class HeartbeatHealth:
         self.own_s, self.own_least_s = said.own_s, said.own_least_s
         self.overhead_s, self.kept, self.kept_age_s = said.overhead_s, said.kept - 1, said.kept_age_s
         self.entered = said.entered - 1 if counts else -1
+        self.work = Work(said.work)
 
     def forget_process(self) -> None:
         """The process of which it told is gone; how fast the rank is stays known."""
@@ -138,7 +142,7 @@ class RankRecord:
         checkpoints: it has a directory for them.
         shape: which ranks make up the replicas of an elastic job; None: it has not said.
         sizes: the numbers of replicas with which an elastic job can go on; empty: all.
-        hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
+        hang_step_s: no progress in a step for less than this is never a hang of this rank; 0: as launched.
     """
 
     rank: int
@@ -166,7 +170,7 @@ class RankRecord:
     start: list[pb.StartLine] = field(default_factory=list)
     backends: list[pb.GroupBackend] = field(default_factory=list)
     committed: int = -1
-    hang_floor_s: float = 0.0
+    hang_step_s: float = 0.0
     left_at: float = 0.0
     held_at: HeldAt = field(default_factory=HeldAt)
     crashes: Crashes = field(default_factory=Crashes)
@@ -292,7 +296,7 @@ class RankRecord:
     def joined(self, message: pb.Joined, *, as_launched: bool = False) -> None:
         """What its process says at its first step. ``as_launched``: see :class:`.rank_inventory.RankInventory`."""
         self.steps, self.ended = message.steps, 0
-        self.hang_floor_s = message.hang_floor_s
+        self.hang_step_s = message.hang_step_s
         self.in_snapshots = message.in_snapshots
         self.checkpoints = message.checkpoints
         self.sizes = frozenset(message.sizes)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.groups import underway_ns
+from flashrecovery.plan.hang import Work
 from flashrecovery.runtime.page import TAG_MUTATING, Page
 from flashrecovery.worker.control.overhead import Overhead, Pace
 
@@ -118,7 +119,28 @@ class Gate:
             if self._stopped:
                 return
             self._step_began = time.monotonic_ns()
+            self._in_step()
             self.page.set_entered(self.version)
+
+    def fetches(self) -> None:
+        """The training thread fetches a batch; that is progress."""
+        self._in_step()
+        self.page.beat()
+
+    def _in_step(self) -> None:
+        self.page.set_work(Work.STEP if self._step_ns else Work.FIRST_STEP)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within this block the training thread writes a checkpoint of the script's. Its end is progress."""
+        before = self.page.work
+        self.page.set_work(Work.SAVE)
+        self.page.beat()
+        try:
+            yield
+        finally:
+            self.page.set_work(before)
+            self.page.beat()
 
     def mutate(self) -> None:
         """Tag -1: the state changes from here on. Waits while held, and while this node may have been declared dead.
@@ -163,6 +185,7 @@ class Gate:
             self._step_ns = last if self._step_ns == 0 else (4 * self._step_ns + last) // 5
             self._pace.committed(now, underway_ns())
             overhead_ns = self.overhead.committed(now)
+            self.page.set_work(Work.EVALUATION)
             self.page.set_committed(self.version, self._step_ns, self._pace.own_ns, self._pace.least_ns, overhead_ns)
             return not self._stopped
 
@@ -221,6 +244,7 @@ class Gate:
             self._generation = generation
             self._pace.restart()
             self.overhead.restart()
+            self.page.set_work(Work.EVALUATION if self._step_ns else Work.FIRST_STEP)
             self.page.resume(version, generation, self._step_ns)
             return True
 

@@ -24,6 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import wraps
 from types import ModuleType
 from typing import Any, Protocol
@@ -62,6 +63,9 @@ class Below(Protocol):
 
     def explains(self, error: BaseException) -> bool:
         """Whether ``error`` is the consequence of a stop. May wait for it."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Within it the script writes a checkpoint: a hang has another deadline there."""
 
     def stood_in(self) -> None:
         """The script has been given what no peer has said."""
@@ -148,7 +152,8 @@ def _alone(real: Callee, name: str, target: Callable[..., object]) -> Callee:
         if _here.depth and below.cut_off:
             raise CutShort
         if not below.void:
-            return real(*arguments, **options)
+            with below.saving():
+                return real(*arguments, **options)
         if isinstance(file, (str, os.PathLike)):
             _skip(file)
         _left_out(below, f"{name} to {_shown(file)} at {line_of_script(sys._getframe(1))}")
@@ -200,7 +205,8 @@ def _jointly(real: Callee, name: str, target: Callable[..., object], answer: Cal
             return answer(*arguments, **options)
         _here.depth += 1
         try:
-            return real(*arguments, **options)
+            with below.saving():
+                return real(*arguments, **options)
         except BaseException as e:
             if not below.outside or not any(below.explains(one) for one in _errors(e)):
                 raise
@@ -278,7 +284,8 @@ def _later(real: Callee, name: str, answer: Callee) -> Callee:
         began_at = below.exchanges()
         _ordered.append(began_at)
         try:
-            result = real(*arguments, **options)
+            with below.saving():
+                result = real(*arguments, **options)
         except BaseException:
             with contextlib.suppress(ValueError):
                 _ordered.remove(began_at)

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.data import accelerate, worker_digests
 from flashrecovery.worker.data.accelerate import PreparedLoader, ShardIterator
+from flashrecovery.worker.data.draws import RECENT
 from flashrecovery.worker.data.sampler_settings import SamplerValues, SetSamplers, has_own_values, rows_of, values_of
 from flashrecovery.worker.data.torchdata_workers import TorchdataWorkers
 from flashrecovery.worker.local_state.fingerprints import PLAIN
@@ -93,9 +94,14 @@ class Source:
         return self.samplers.any or not _is_frameworks(self.loader)
 
     @property
-    def may_look_ahead(self) -> bool:
-        """Whether what it gives may have been made in an earlier fetch, in this process."""
-        return not isinstance(self.loader, (DataLoader, PreparedLoader, list, tuple))
+    def kept_draws(self) -> int:
+        """How many fetches' random numbers have to be known. What may draw in one fetch what it needs in a later one
+        needs several: a prefetcher, a buffer of samples, an own sampler."""
+        loader = self.loader
+        if isinstance(loader, (DataLoader, PreparedLoader)):
+            known = all(type(sampler) in _KNOWN_SAMPLERS for sampler in self._samplers())
+            return 1 if known and not isinstance(getattr(loader, "dataset", None), IterableDataset) else RECENT
+        return 1 if isinstance(loader, (list, tuple)) else RECENT
 
     @property
     def begins_anywhere(self) -> bool:
@@ -182,7 +188,15 @@ class Source:
 
     def _generators(self) -> list[Stateful]:
         """Generators that belong to the loader, its samplers and its data set: they go on from epoch to epoch."""
-        return generators_of([self.loader, *self._samplers(), getattr(self.loader, "dataset", None)])
+        wholes = [self.loader, *self._loaders_within()]
+        parts = [part for whole in wholes for part in (*self._parts(whole), getattr(whole, "dataset", None))]
+        return generators_of([part for n, part in enumerate(parts) if not any(part is p for p in parts[:n])])
+
+    def _loaders_within(self) -> list[DataLoader[Any]]:
+        """The loaders that an object of the script's own class reads."""
+        values = vars(self.loader).values() if is_own(type(self.loader)) and hasattr(self.loader, "__dict__") else ()
+        several = (v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,)))
+        return [value for value in several if isinstance(value, DataLoader)]
 
     def generator_states(self) -> list[Any]:
         """The states of these generators."""

@@ -23,6 +23,7 @@ from typing import Any
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.data.batch_digest import Content, copy_of_structure
 from flashrecovery.worker.data.consumers import Consumers
+from flashrecovery.worker.data.draws import Draws, DrawsWatch
 from flashrecovery.worker.data.sampler_settings import (
     LIMIT_BYTES,
     LIMIT_LENGTH,
@@ -42,9 +43,6 @@ KEPT_VERSIONS = 3
 _SETTINGS = 1000
 """Changes of samplers within one epoch that are kept."""
 _SAY_EVERY_S = 5.0
-REDRAWN = 3
-"""Fetches of a source that may look ahead that are made again with the same random numbers: what it draws for a batch,
-it draws in the fetch of an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class _Cursor:
     epoch_start: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     """The digest of the batch that led here; "" at the very beginning."""
-    rng_before: tuple[dict[str, Any] | None, ...] = ()
-    """Random states before the last fetches of the epoch, if fetching has drawn from them."""
+    draws: Draws = Draws()  # noqa: RUF009 - frozen
+    """What the fetches of the epoch have drawn, behind its start."""
     anchor: tuple[int, dict[str, Any]] | None = None
     """For a stateful source: its state after that many batches (fewer than ``position.batch``) of the epoch."""
 
@@ -65,7 +63,7 @@ class _Cursor:
             "position": tuple(self.position),
             "epoch_start": self.epoch_start,
             "digest": self.digest,
-            "rng_before": self.rng_before,
+            "draws": self.draws.plain(),
             "anchor": self.anchor,
         }
 
@@ -75,7 +73,7 @@ class _Cursor:
             DataPosition(*state["position"]),
             state["epoch_start"],
             state["digest"],
-            tuple(state["rng_before"]),
+            Draws.of(state["draws"]) if "draws" in state else _draws_of_before(state),
             state["anchor"],
         )
 
@@ -146,6 +144,7 @@ class DataStream(StepData):
         self._values_at: dict[int, SamplerValues] = {}
         self._set: set[tuple[int, str]] = set()
         """SamplerValues of samplers that something else than a fetch has set."""
+        self._draws = DrawsWatch()
         self._begun = False
         self._start: dict[str, Any] | None = None  # of a stateful source, before anything was read
         self._told_opaque = False
@@ -277,7 +276,7 @@ class DataStream(StepData):
             self._iterator, begun = self._begin(epoch)
         assert self._iterator is not None
         try:
-            batch = next(self._iterator)
+            batch = self._next_batch()
         except StopIteration:
             if self._source.one_shot or index == 0:
                 if index == 0 and not self._source.one_shot:
@@ -289,7 +288,7 @@ class DataStream(StepData):
             before = RngState.now()
             self._iterator, begun = self._begin(epoch)
             try:
-                batch = next(self._iterator)
+                batch = self._next_batch()
             except StopIteration:
                 if isinstance(self.loader, Iterator):
                     raise  # ``iter()`` did not begin it again
@@ -300,11 +299,12 @@ class DataStream(StepData):
         content = Content.of(batch, leaves_of(self._iterator))
         if begun is not None:
             epoch_start = begun.plain()
+        draws = self._draws_after(index, before, content.digest, epoch_start if begun is not None else None)
         cursor = _Cursor(
             DataPosition(epoch, index + 1, total + 1),
             epoch_start,
             content.digest,
-            self._states_before(before.plain() if drawn and begun is None else None, begun is not None),
+            draws,
             self._anchor(epoch),
         )
         if not content.is_called(self._expected.pop(cursor.position.total, cursor.digest), batch):
@@ -358,11 +358,20 @@ class DataStream(StepData):
         if not self._begun:
             self._begun, self._start = True, self._source.unread_state()
 
-    def _states_before(self, newest: dict[str, Any] | None, begun: bool) -> tuple[dict[str, Any] | None, ...]:
-        """The first batch of an epoch is fetched in the state of the epoch's start."""
-        older = () if begun else self._cursor.rng_before
-        states = (*older, newest)[-(REDRAWN if self._source.may_look_ahead else 1) :]
-        return states if any(states) else ()
+    def _next_batch(self) -> Any:
+        """Of the iterator as it stands."""
+        assert self._iterator is not None
+        with self._draws.fetching():
+            return next(self._iterator)
+
+    def _draws_after(self, index: int, before: RngState, digest: str, begun: Mapping[str, Any] | None) -> Draws:
+        """What has been drawn up to this fetch. ``begun``: how the epoch has begun, if it did so with this fetch, which
+        is made again in that state."""
+        recent = self._source.kept_draws
+        if begun is None:
+            return self._draws.noted(self._cursor.draws, index, before, digest, recent=recent)
+        self._draws.begin(RngState.now().plain() if "rng" in begun else {})
+        return Draws().with_element(index, digest, recent)
 
     def _tell_opaque(self, kind: str) -> None:
         """Raises DataSourceError if that is found before anything could be lost."""
@@ -515,6 +524,7 @@ class DataStream(StepData):
         self._kept.clear()
         self._replay.clear()
         self._iterator, self._sampled, self._cut_short = None, None, False
+        self._draws.begin({})
         self._expected.clear()
         self._cursor = cursor
         epoch, batch, _total = cursor.position
@@ -530,7 +540,7 @@ class DataStream(StepData):
             self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
             self._reading = epoch
             try:
-                if self._skip(self._iterator, done, cursor) == cursor.digest:
+                if self._skip(self._iterator, done, cursor) is None:
                     return
             except DataSourceError as e:
                 if done:
@@ -539,9 +549,9 @@ class DataStream(StepData):
             # For example: a loader's worker processes draw random numbers, which its state does not contain.
             log.warning("the state of the %s does not give the same samples; replaying the epoch", self._source.name)
         self._iterator, _ = self._begin(epoch, cursor.epoch_start)
-        found = self._skip(self._iterator, 0, cursor)
-        if found != cursor.digest:
-            raise self._other_samples(cursor.position, found)
+        other = self._skip(self._iterator, 0, cursor)
+        if other is not None:
+            raise other
 
     def _other_samples(self, position: DataPosition, found: str) -> DataSourceError:
         return DataSourceError(
@@ -549,21 +559,17 @@ class DataStream(StepData):
             f"{position.epoch} now has digest {found}; {self._source.how_to_repeat}, and do not modify batches in place"
         )
 
-    def _skip(self, iterator: Iterator[Any], done: int, cursor: _Cursor) -> str:
-        """Go forward from ``done`` batches of the epoch to the cursor; returns the digest of the last one, the
-        cursor's if it is the same batch."""
+    def _skip(self, iterator: Iterator[Any], done: int, cursor: _Cursor) -> DataSourceError | None:
+        """Go forward from ``done`` batches of the epoch to the cursor; the error if one of the last batches is not the
+        same."""
         count = cursor.position.batch
         began = said = time.monotonic()
         settings = _settings_of(cursor)
         for index in sorted(i for i in settings if i < done):
             self._samplers.put(settings[index])
-        stops = sorted({*settings, count - 1})
-        states = dict(zip(range(count - len(cursor.rng_before), count), cursor.rng_before, strict=True))
-        batch: Any = None
+        stops = sorted({*settings, *cursor.draws.places, count - 1})
         while done < count:
-            state = states.get(done)
-            if state is not None:
-                restore_rng(state)
+            cursor.draws.find_again(done)
             self._samplers.put(settings.get(done, {}))
             stop = bisect.bisect_right(stops, done)
             skipped = self._source.skip_indices(iterator, stops[stop] - done) if stop < len(stops) else 0
@@ -577,12 +583,24 @@ class DataStream(StepData):
                     f"the {self._source.name} ended after {done} batches of epoch {cursor.position.epoch}; "
                     f"the failed process had fetched {count}"
                 ) from None
+            if found := cursor.draws.differs(done, batch, iterator):
+                return self._other_samples(cursor.position._replace(batch=done + 1), found)
             done += 1
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 log.warning("replaying the data source: %d of %d batches, %.0f s", done, count, said - began)
-        content = Content.of(batch, leaves_of(iterator))
-        return cursor.digest if content.is_called(cursor.digest, batch) else content.digest
+        now = RngState.now().plain()
+        whole = "rng" in cursor.epoch_start
+        self._draws.begin({name: now[name] for name in now if whole or name in cursor.draws.streams})
+        return None
+
+
+def _draws_of_before(state: Mapping[str, Any]) -> Draws:
+    """Of a checkpoint of a version that kept the random states before the last fetches."""
+    count, states = state["position"][1], state["rng_before"]
+    numbers = range(count - len(states), count)
+    known = {number: known for number, known in zip(numbers, states, strict=True) if known is not None}
+    return Draws(known, exact_from=max(count - 1, 0), digests={count - 1: state["digest"]} if count else {})
 
 
 def _settings_of(cursor: _Cursor) -> dict[int, SamplerValues]:

@@ -46,6 +46,16 @@ class RngState(NamedTuple):
         same -= {"python", "gauss"} if python else set()
         return {name: value for name, value in self.plain().items() if name not in same}
 
+    def drawn_until(self, other: RngState) -> tuple[int, ...]:
+        """How many numbers each stream has given between this moment and ``other``, modulo the length of its state:
+        torch, Python, numpy. None of CUDA's."""
+        return tuple((end - start) % _WORDS for start, end in zip(self._positions(), other._positions(), strict=True))
+
+    def _positions(self) -> tuple[int, int, int]:
+        left = int.from_bytes(self.torch[8:12], sys.byteorder)  # of ATen's mt19937: how many are left of this state
+        python = int.from_bytes(self.python[-4:], sys.byteorder)
+        return -left, python, 0 if self.numpy is None else self.numpy[2]
+
 
 def restore_rng(state: dict[str, Any]) -> None:
     """Bring every stream back to ``state``. Streams that it does not name stay as they are."""

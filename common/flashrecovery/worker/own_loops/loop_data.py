@@ -7,28 +7,23 @@ itself.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader
-
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
 from flashrecovery.worker.data.accelerate import readable
 from flashrecovery.worker.data.batch_digest import Content, copy_of_structure
+from flashrecovery.worker.data.draws import Draws, DrawsWatch
 from flashrecovery.worker.data.sampler_settings import SamplerValues
 from flashrecovery.worker.data.source import Source
 from flashrecovery.worker.data.step_data import DataPosition, StepData, exit_codes_of
-from flashrecovery.worker.data.stream import KEPT_VERSIONS, REDRAWN
+from flashrecovery.worker.data.stream import KEPT_VERSIONS
 from flashrecovery.worker.data.worker_digests import leaves_of
 from flashrecovery.worker.local_state.fingerprints import PLAIN
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
-
-_ORDERS = 16
-"""Most beginnings of an order that are known: the first one and the last ones."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +34,21 @@ class _Place:
         run: how often the loop has been begun before.
         start: random state and generators at the first round of this run, the epochs that the samplers had, and
             what of the script's objects the source has changed since, as it was.
-        digest: of the last round's element.
-        before: random streams before the last fetches, of those that have drawn from them, by the number of the round.
-        orders: the same of fetches in which an order may have begun: the first one, and a later epoch of a loader
-            within the source.
+        draws: what the rounds of this run have drawn.
     """
 
     run: int = 0
     taken: int = 0
     total: int = 0
     start: dict[str, Any] = field(default_factory=dict)
-    digest: str = ""
-    before: dict[int, dict[str, Any]] = field(default_factory=dict)
-    orders: dict[int, dict[str, Any]] = field(default_factory=dict)
+    draws: Draws = Draws()  # noqa: RUF009 - frozen
 
     def plain(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {**vars(self), "draws": self.draws.plain()}
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> _Place:
+        return _Place(**{**state, "draws": Draws.of(state["draws"])})
 
 
 @dataclass
@@ -121,8 +115,7 @@ class LoopData(StepData):
         """A read was left by an error: the iterator may have gone on by an element that the script has not got."""
         self._entered = False
         self._read_from = False
-        self._order_begun = False
-        """The last fetch has begun a loader within the source, of which a sampler may draw its seed in the next one."""
+        self._draws = DrawsWatch()
         self._begun_at: dict[str, Any] | None = None
         self._made_at: dict[str, Any] | None = None
         """Random state in which the script has made the iterator that it asks."""
@@ -228,26 +221,28 @@ class LoopData(StepData):
                 restore_rng(before.plain())
         if self._place.taken == 0:
             start = {**start, "epochs": self._source.epochs()}
-        found, follows = RngState.now(), self._order_begun
+        if begun or not self._place.taken:
+            self._draws.begin({})
+        found = RngState.now()
         try:
-            with _loaders_begun() as begun_within:
+            with self._draws.fetching():
                 element = next(self._iterator)  # type: ignore[arg-type]
         except StopIteration:
             return _Round(self._place, None, None, self._source.mark())
-        after, self._order_begun = RngState.now(), bool(begun_within)
+        after = RngState.now()
         content = Content.of(element, leaves_of(self._iterator))
         changed = {} if objects is None else _changed(held, objects.now())
         new = {path: self._at_start[path] for path in changed if path in self._at_start}
         if not new.keys() <= start.get("objects", {}).keys():
             start = {**start, "objects": {**new, **start.get("objects", {})}}
-        drawn = {} if after == found else found.streams_changed_in(after)
+        taken, kept = self._place.taken, Draws() if not self._place.taken else self._place.draws
+        draws = self._draws.noted(kept, taken, found, content.digest, recent=self._source.kept_draws)
         place = _Place(
             self._place.run,
             self._place.taken + 1,
             self._place.total + 1,
             start,
-            content.digest,
-            *_states(self._place, drawn, begins=follows or self._order_begun),
+            draws,
         )
         rng_after = after.plain() if after != before else None
         return _Round(place, element, content, self._source.mark(), rng_after, changed)
@@ -275,11 +270,13 @@ class LoopData(StepData):
         if objects is not None:
             objects.put(self._at_start)
         self._iterator, _ = self._source.begin(place.run, place.start)
-        self._find_again(place, 0)
-        done, digest = self._source.skip_indices(self._iterator, place.taken - 1), ""
-        while done < place.taken:
-            if done:
-                self._find_again(place, done)
+        done, found, stops = 0, "", sorted({*place.draws.places, place.taken - 1})
+        while done < place.taken and not found:
+            place.draws.find_again(done)
+            skipped = self._source.skip_indices(self._iterator, next(stop for stop in stops if stop >= done) - done)
+            if skipped:
+                done += skipped
+                continue
             try:
                 element = next(self._iterator)
             except StopIteration:
@@ -287,28 +284,22 @@ class LoopData(StepData):
                     f"the {self._source.name} of this loop ended after {done} rounds; the failed process had made "
                     f"{place.taken}"
                 ) from None
-            content = Content.of(element, leaves_of(self._iterator))
-            digest = place.digest if content.is_called(place.digest, element) else content.digest
+            found = place.draws.differs(done, element, self._iterator)
             done += 1
         if ahead:  # else what it has counted itself stays
             self._source.put_epochs(told)
         if objects is not None:
             objects.put(held)
-        if digest != place.digest:
+        if found:
             raise DataSourceError(
                 f"the {self._source.name} of this loop gives other elements than before: that of round "
-                f"{place.taken - 1} now has digest {digest}; {self._source.how_to_repeat}, and do not modify batches "
+                f"{done - 1} now has digest {found}; {self._source.how_to_repeat}, and do not modify batches "
                 "in place"
             )
+        then = RngState.now().plain()
+        self._draws.begin({name: then[name] for name in place.draws.streams})
         if RngState.now() != now:
             restore_rng(now.plain())
-
-    @staticmethod
-    def _find_again(place: _Place, number: int) -> None:
-        """The fetch of a round draws the same random numbers again."""
-        state = place.orders.get(number, place.before.get(number))
-        if state is not None:
-            restore_rng({**RngState.now().plain(), **state})
 
     # -- versions -----------------------------------------------------------------------------------
 
@@ -354,51 +345,13 @@ class LoopData(StepData):
         self._rounds.clear()
         self._again.clear()
         self._iterator = None
-        self._place = self._seek_to = _Place(**state)
+        self._place = self._seek_to = _Place.of(state)
 
     def leave_samplers(self) -> None:
         """The script's own loop sets them."""
 
     def exit_codes(self) -> list[int | None]:
         return exit_codes_of(self._iterator)
-
-
-def _states(
-    place: _Place, drawn: dict[str, Any], *, begins: bool
-) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-    """``before`` and ``orders`` of the place after ``place``.
-
-    Args:
-        drawn: random streams that the fetch has drawn from, as it found them.
-        begins: the fetch, or the one before it, has begun a loader. Without one, an order is taken to begin where the
-            fetch before has drawn nothing.
-    """
-    number, orders = place.taken, place.orders
-    recent = {n: state for n, state in place.before.items() if n > number - REDRAWN}
-    if drawn and (begins or (number - 1 not in recent and number - 1 not in orders)):
-        orders = {**orders, number: drawn}
-        if len(orders) > _ORDERS:
-            del orders[sorted(orders)[1]]
-    elif drawn:
-        recent[number] = drawn
-    return recent, orders
-
-
-@contextlib.contextmanager
-def _loaders_begun() -> Iterator[list[Any]]:
-    """The loaders of torch's that are begun meanwhile."""
-    begun: list[Any] = []
-    iter_ = DataLoader.__iter__
-
-    def noted(loader: Any) -> Any:
-        begun.append(loader)
-        return iter_(loader)
-
-    DataLoader.__iter__ = noted  # type: ignore[method-assign]
-    try:
-        yield begun
-    finally:
-        DataLoader.__iter__ = iter_  # type: ignore[method-assign]
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

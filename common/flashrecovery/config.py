@@ -67,7 +67,10 @@ class Timeouts(_Model):
         "as progress. Here and below: never less than hang_step_s",
     )
     hang_evaluation_s: float = Field(
-        1800.0, gt=0, description="... in the script's own code between two steps: an evaluation, say"
+        900.0,
+        gt=0,
+        description="... in the script's own code between two steps; each forward pass of an evaluation counts as "
+        "progress",
     )
     hang_save_s: float = Field(1800.0, gt=0, description="... in a checkpoint that the script writes")
     hang_factor: float = Field(10.0, ge=2, description="a hang is also at least this many times a usual step")

@@ -1,6 +1,7 @@
 """A small loop with an evaluation and a save behind each second step, of which rank 1 takes one kind for long.
 
-``--long KIND:SECONDS`` (repeatable): first, compile, fetch, step, evaluation or save, once, in its first process.
+``--long KIND:SECONDS`` (repeatable): first, compile, fetch, step, evaluation, batches (of an evaluation) or save, once,
+in its first process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flashrecovery
 
 LONG_STEP = 3
+BATCHES = 4
 
 
 class Samples(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -43,9 +45,12 @@ def main() -> None:
     recovery = flashrecovery.init()
     rank = dist.get_rank()
 
-    def take_long(kind: str) -> None:
+    def take_long(kind: str, parts: int = 1) -> None:
+        """In ``parts`` calls, all that is left."""
         if rank == 1 and os.environ.get("FLASHRECOVERY_GENERATION") == "0":
-            time.sleep(seconds.pop(kind, 0.0))
+            now = seconds.get(kind, 0.0) / parts
+            seconds[kind] = seconds.get(kind, 0.0) - now
+            time.sleep(now)
 
     def compiles(graph: Any, _: Any) -> Any:
         take_long("compile")
@@ -82,6 +87,10 @@ def main() -> None:
             optimizer.step()
         if step.index % 2:
             take_long("evaluation")
+            for left in range(BATCHES, 0, -1):
+                take_long("batches", left)
+                with torch.no_grad():
+                    model(torch.ones(1, 8))
             dist.barrier()
             torch.save({"model": model.state_dict(), "slow": Slow()}, f"{args.checkpoint}/{rank}.{os.getpid()}.pt")
             dist.barrier()

@@ -180,6 +180,9 @@ class CountingHooks:
     def sealed(self, *, recheck: bool = False) -> None:
         self.moments.append("sealed")
 
+    def evaluated(self) -> None:
+        self.moments.append("evaluated")
+
     def synchronising(self) -> None:
         self.moments.append("synchronising")
 

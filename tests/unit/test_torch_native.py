@@ -60,6 +60,9 @@ class Recorder:
     def sealed(self, *, recheck: bool = False) -> None:
         self.moments.append("sealed")
 
+    def evaluated(self) -> None:
+        self.moments.append("evaluated")
+
     def synchronising(self) -> None:
         self.moments.append("synchronising")
 
@@ -430,7 +433,8 @@ def test_moments_of_a_step() -> None:
     adapter.watch(recorder)
     with torch.no_grad():
         model(torch.randn(2, 3))
-    assert recorder.moments == []
+    assert recorder.moments == ["evaluated"]
+    recorder.moments.clear()
     train(model, *optimizers)
     forward = ["sealed", "synchronising", "sealed"]
     assert recorder.moments == [*forward, "mutating", "mutating", "mutated"]

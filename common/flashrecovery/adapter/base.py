@@ -202,7 +202,10 @@ class TorchAdapter(InspectableAdapter):
             self._handles.append(optimizer.register_step_post_hook(not_traced(self._after_optimizer)))
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._hooks is None or not torch.is_grad_enabled():
+        if self._hooks is None:
+            return
+        if not torch.is_grad_enabled():
+            self._hooks.evaluated()
             return
         self._stepped.clear()
         self._hooks.sealed()

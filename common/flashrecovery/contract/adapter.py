@@ -41,6 +41,9 @@ class StepHooks(Protocol):
         """Forward is over: the rank-only state of version i+1 is sealed early. May come several times; the last counts.
         ``recheck``: no forward pass since the last call, so only random numbers and data can have moved."""
 
+    def evaluated(self) -> None:
+        """A forward pass without gradients is over, in a step or between two."""
+
     def synchronising(self) -> None:
         """This rank's last contribution to the gradient synchronisation may follow. Returns when the copies of
         version i are complete. May come several times; the first counts."""

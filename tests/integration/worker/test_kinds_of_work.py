@@ -45,6 +45,14 @@ def test_a_healthy_rank_may_take_long_for_all_that_is_no_step(tmp_path: Path) ->
     check_clean(job)
 
 
+def test_each_batch_of_an_evaluation_is_progress(tmp_path: Path) -> None:
+    """The whole evaluation takes longer than its deadline."""
+    job = run(tmp_path, {"batches": TAKES_S}, hang_evaluation_s=KIND_S)
+    assert job.code == 0 and not job.of("failure_detected"), job.explain()
+    assert len(ends(job)) == 2
+    check_clean(job)
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -127,6 +127,11 @@ class Gate:
         self._in_step()
         self.page.beat()
 
+    def forward_ended(self) -> None:
+        """The model has been called, in a step, between two or behind the last one; that is progress."""
+        if not self.page.closed:
+            self.page.beat()
+
     def _in_step(self) -> None:
         self.page.set_work(Work.STEP if self._step_ns else Work.FIRST_STEP)
 

@@ -73,6 +73,9 @@ class TimedHooks(StepHooks):
         with self._overhead:
             self._hooks.sealed(recheck=recheck)
 
+    def evaluated(self) -> None:
+        self._hooks.evaluated()
+
     def synchronising(self) -> None:
         with self._overhead:
             self._hooks.synchronising()

@@ -86,12 +86,16 @@ class Transaction(StepHooks):
 
     def sealed(self, *, recheck: bool = False) -> None:
         """The forward pass is over: publish the rank-local state of version i+1."""
+        self._gate.forward_ended()
         if not self._gate.in_block:
             return  # the script calls its model between two steps
         self._gate.check()
-        self._gate.page.beat()
         self._hook_fired = True
         self._sealing.forward_ends(self._gate.version + 1, recheck=recheck)
+
+    def evaluated(self) -> None:
+        """That is progress: an evaluation of many batches is no hang."""
+        self._gate.forward_ended()
 
     def synchronising(self) -> None:
         """The copies of version i are complete before anybody can know that all ranks have come this far."""

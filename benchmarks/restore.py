@@ -1,10 +1,12 @@
-"""Speed at which a replacement gets its state back, beside the machine's memory and links. Linux; two hosts as root.
+"""Speed at which a replacement gets its state back, beside the machine's memory and links. Linux; as root with hosts.
 
 Two ranks train with DDP and Adam, so that all state is replicated. Rank 1 is killed several times in one job, and each
 time rank 0 gives its replacement everything: parameters and both moments. What counts is the phase ``restore`` of the
 recovery: the orders, the transfer, the digests on both sides. Beside it, in the same run, one thread copies as many
 bytes (memory that has been written to before), and with ``--speeds`` the ranks are on two hosts (network namespaces)
-whose links are shaped (``tc``). What such a link carries is measured by ``iperf3``, if it is installed.
+whose links are shaped (``tc``). What such a link carries is measured by ``iperf3``, if it is installed. With
+``--holders`` there are three hosts: two hold the state, each behind a link of its own speed, and the link of the third
+one, which gets it, is not shaped. What both links carry together is the bound.
 
 Memory: the peak of both processes while the state comes back (of the replacement: from its start on), less the peak of
 the same rank in ordinary training, as a part of the state. At most a tenth is the goal.
@@ -23,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +102,7 @@ def work(megabytes: int, kills: int, folder: str) -> None:
             optimizer.zero_grad()
             model(x).square().mean().backward()
             mark = Path(folder, f"killed.{step.index}")
-            if dist.get_rank() == 1 and step.index in deaths and not mark.exists():
+            if dist.get_rank() == dist.get_world_size() - 1 and step.index in deaths and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
@@ -129,18 +132,30 @@ def copy_speed(nbytes: int) -> float:
 
 
 def link_speed(hosts: list[Host]) -> float | None:
-    """Bytes a second that one connection carries from the first host to the second one; None without ``iperf3``."""
+    """Bytes a second that one connection from each of the hosts to the last one carries, all at once; None without
+    ``iperf3``."""
     if shutil.which("iperf3") is None:
         return None
-    server = subprocess.Popen([*hosts[1].command, "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
+    *holders, last = hosts
+    ports = [str(5201 + place) for place in range(len(holders))]
+    servers = [
+        subprocess.Popen([*last.command, "iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL) for port in ports
+    ]
+    clients: list[subprocess.Popen[str]] = []
     try:
         time.sleep(0.5)
-        client = [*hosts[0].command, "iperf3", "-c", hosts[1].address, "-t", str(IPERF_S), "-J"]
-        found = json.loads(subprocess.run(client, check=True, capture_output=True, text=True).stdout)
+        for holder, port in zip(holders, ports, strict=True):
+            client = [*holder.command, "iperf3", "-c", last.address, "-p", port, "-t", str(IPERF_S), "-J"]
+            clients.append(subprocess.Popen(client, stdout=subprocess.PIPE, text=True))
+        found = [json.loads(client.communicate(timeout=10 * IPERF_S)[0]) for client in clients]
     finally:
-        server.kill()
-        server.wait()
-    return float(found["end"]["sum_received"]["bits_per_second"]) / 8
+        for process in clients:
+            process.kill()
+            process.wait()
+        for server in servers:
+            server.kill()
+            server.wait()
+    return sum(float(one["end"]["sum_received"]["bits_per_second"]) for one in found) / 8
 
 
 def more_memory(directory: Path) -> int:
@@ -168,7 +183,7 @@ def restore(megabytes: int, kills: int, hosts: list[Host]) -> Job:
             for number, host in enumerate(hosts):
                 place = ["--node-rank", str(number), "--node-name", host.name]
                 place += ["--controller", f"{hosts[0].address}:29400"]
-                options = ["--nnodes", "2", "--nproc-per-node", "1", *place]
+                options = ["--nnodes", str(len(hosts)), "--nproc-per-node", "1", *place]
                 launch.start([*host.command, *shared, *options, *script], **env)
         try:
             codes = [process.wait(LIMIT_S) for process in launch.processes]
@@ -188,20 +203,21 @@ def _events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def row(megabytes: int, kills: int, speed: float, hosts: list[Host]) -> tuple[list[str], bool]:
-    """A row of the table, and whether the goal is met. ``speed``: of the links, MB a second, where there are hosts."""
+def row(megabytes: int, kills: int, speeds: Sequence[float], hosts: list[Host]) -> tuple[list[str], bool]:
+    """A row of the table, and whether the goal is met. ``speeds``: of the links of those who hold state, MB a second,
+    where there are hosts."""
     copies = [copy_speed(megabytes * 1_000_000)]
     measured = link_speed(hosts) if hosts else None
     job = restore(megabytes, kills, hosts)
     found = job.recoveries
     copies.append(copy_speed(megabytes * 1_000_000))
-    bound = (measured or speed * 1e6) if hosts else statistics.median(copies)
+    bound = (measured or sum(speeds) * 1e6) if hosts else statistics.median(copies)
     goal = LINK_GOAL if hosts else GOAL
     more = job.more_memory / found[0].nbytes
     ratio = statistics.median(one.speed for one in found) / bound
     return [
         f"{found[0].nbytes / 1e6:.0f}",
-        f"link of {speed:g} MB/s, carries {bound / 1e6:.0f}" if hosts else f"memory, {bound / 2**30:.2f} GiB/s",
+        f"{_words(speeds)} MB/s, {bound / 1e6:.0f} carried" if hosts else f"memory, {bound / 2**30:.2f} GiB/s",
         harness.spread([one.seconds for one in found], 1e3, 0),
         harness.spread([one.speed / 2**30 for one in found], digits=2),
         f"{ratio:.2f}",
@@ -210,33 +226,49 @@ def row(megabytes: int, kills: int, speed: float, hosts: list[Host]) -> tuple[li
     ], ratio >= goal and more <= MEMORY_GOAL
 
 
+def _words(speeds: Sequence[float]) -> str:
+    return "link of " + " and ".join(f"{speed:g}" for speed in speeds)
+
+
+def between(megabytes: int, kills: int, links: Sequence[float], *, both_ways: bool) -> tuple[list[str], bool]:
+    """A row of a job on one host more than there are links. ``both_ways``: what the last host sends is shaped, too."""
+    with network(len(links) + 1) as net:
+        for host, speed in zip(net.hosts, [*links, *links[:1]] if both_ways else links, strict=False):
+            host.shape(speed)
+        return row(megabytes, kills, links, net.hosts)
+
+
 def main() -> None:
     """Measure and judge."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--sizes", type=int, nargs="*", default=[10, 100, 1000, 2000], metavar="MB")
     flags.add_argument("--kills", type=int, default=3, help="a launch")
     flags.add_argument("--speeds", type=float, nargs="*", default=[], metavar="MB/S", help="of links between two hosts")
+    flags.add_argument(
+        "--holders",
+        type=float,
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("MB/S", "MB/S"),
+        help="of the links of two hosts that hold the state; may be repeated",
+    )
     flags.add_argument("--quick", action="store_true", help="100 MB on one host, two kills")
     args = flags.parse_args()
     if args.quick:
-        args.sizes, args.kills, args.speeds = [100], 2, []
-    if args.speeds and not available():
-        flags.error("--speeds needs root and iproute2, for network namespaces")
+        args.sizes, args.kills, args.speeds, args.holders = [100], 2, [], []
+    if (args.speeds or args.holders) and not available():
+        flags.error("--speeds and --holders need root and iproute2, for network namespaces")
     harness.begin()
     rows, all_met = [], True
     for megabytes in args.sizes:
-        found, met = row(megabytes, args.kills, 0.0, [])
-        rows.append(found)
-        all_met = all_met and met
-        for speed in args.speeds:
-            with network(2) as net:
-                for host in net.hosts:
-                    host.shape(speed)
-                found, met = row(megabytes, args.kills, speed, net.hosts)
-            rows.append(found)
-            all_met = all_met and met
+        found = [row(megabytes, args.kills, [], [])]
+        found += [between(megabytes, args.kills, [speed], both_ways=True) for speed in args.speeds]
+        found += [between(megabytes, args.kills, links, both_ways=False) for links in args.holders]
+        rows += [cells for cells, _ in found]
+        all_met = all_met and all(met for _, met in found)
     head = ("MB", "bound", "restore, ms", "GiB/s", "of the bound", "goal", "more memory, of the state")
-    harness.table("State that comes back to a replacement, DDP, 2 ranks", head, rows)
+    harness.table("State that comes back to a replacement, DDP, a rank on each host, two on one", head, rows)
     sys.exit(0 if all_met else 1)
 
 

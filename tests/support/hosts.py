@@ -51,6 +51,11 @@ class Host:
     def command(self) -> list[str]:
         return ["ip", "netns", "exec", self.namespace]
 
+    def sent_bytes(self) -> int:
+        """What has left it so far, of all processes."""
+        count = [*self.command, "cat", "/sys/class/net/eth0/statistics/tx_bytes"]
+        return int(subprocess.run(count, check=True, capture_output=True, text=True).stdout)
+
     def shape(self, mb_s: float) -> None:
         """What the host sends leaves it at that many megabytes a second, from a queue of at most 50 ms."""
         burst_kb = max(16, round(mb_s))  # a millisecond's

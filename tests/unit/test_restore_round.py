@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flashrecovery.controller.state.rank_record import Place, RankRecord
+from flashrecovery.controller.state.rank_record import Place, RankProcess, RankRecord
 from flashrecovery.controller.state.restore_plan import RestoreRound, decide
 from flashrecovery.plan import NoSourceError
+from flashrecovery.plan.restore.ranged import LEAST_BYTES as LARGE
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 VERSION, LOST = 6, 3
@@ -85,6 +86,76 @@ def test_each_rank_is_told_its_own_part() -> None:
     others = round_.command(None, "/checkpoint", 7.0)
     assert not others.transfers and not others.local and others.checkpoint == "/checkpoint"
     assert round_.busy == {LOST, *(t.source for t in round_.plan.transfers)}
+
+
+def planned_in_ranges(*, nodes: int = 4, device: bool = False) -> RestoreRound:
+    """Each rank on a host of its own, or the holders on one; shards are large."""
+    records = {rank: record(rank) for rank in range(4)}
+    for rank, one in records.items():
+        one.inventory.needs |= {"a": LARGE, "b": LARGE}
+        one.inventory.uses_device = device and rank == 0
+        one.process = RankProcess(pid=rank + 1, host=f"10.0.0.{rank if nodes == 4 else int(rank == LOST)}")
+    return decide(records, None).round
+
+
+def test_what_comes_in_ranges_is_an_order_of_its_own() -> None:
+    round_ = planned_in_ranges()
+    for rank in range(4):
+        order = round_.command(rank, "", 7.0)
+        assert not order.transfers
+        ((dest, holders, shards, kind),) = {(o.dest, *map(tuple, (o.holders, o.shards)), o.kind) for o in order.ranged}
+        assert (dest, holders, shards, kind) == (LOST, (0, 1, 2), ("a", "b"), "live")
+    assert not round_.command(None, "", 7.0).ranged and round_.busy == {0, 1, 2, LOST}
+    assert all(round_.senders(t) == (0, 1, 2) for t in round_.plan.transfers)
+
+
+def test_between_accelerators_nothing_comes_in_ranges() -> None:
+    """One rank that uses one is enough: a replacement may not have begun to."""
+    round_ = planned_in_ranges(device=True)
+    assert not round_.plan.ranged and {t.shard for t in round_.command(LOST, "", 7.0).transfers} == {"a", "b"}
+
+
+def answered(round_: RestoreRound, sent: dict[int, str], received: str) -> None:
+    """Digests of shard "a"; that of "b" is the same everywhere."""
+    for rank, digest in sent.items():
+        said = {"a": digest} if digest else {}
+        round_.report(rank, pb.Reply(sent_digests={**said, "b": "good"}))
+    round_.report(LOST, pb.Reply(received_digests={"a": received, "b": "good"}, bytes_received=1))
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        pytest.param({0: "x", 1: "x", 2: "x"}, "damaged", id="on-the-way"),
+        pytest.param({0: "x", 1: "y", 2: "x"}, "mixed", id="of-two-ranks"),
+        pytest.param({0: "x", 1: "y", 2: "x"}, "x", id="of-equal-ones-though-one-differs"),
+        pytest.param({0: "x", 1: "", 2: "x"}, "x", id="one-has-said-nothing"),
+    ],
+)
+def test_ranges_that_make_no_whole_come_again_from_one_rank(sent: dict[int, str], received: str) -> None:
+    """None of them is known to be wrong: all may be asked again, and then one alone, until it has been wrong."""
+    round_ = planned_in_ranges()
+    answered(round_, sent, received)
+    wrong = round_.mismatches()
+    assert {shard for shard, _ in wrong} == {"a"}
+    tried = []
+    for _ in range(3):
+        round_ = round_.retry(wrong)
+        assert not round_.plan.ranged and {t.shard for t in round_.plan.transfers} == {"a"}
+        tried.append(source_of(round_, "a"))
+        round_.report(tried[-1], pb.Reply(sent_digests={"a": "x"}))
+        round_.report(LOST, pb.Reply(received_digests={"a": "damaged"}, bytes_received=1))
+        wrong = round_.mismatches()
+        assert wrong == [("a", tried[-1])]
+    assert sorted(tried) == [0, 1, 2]
+
+
+def test_the_only_holder_of_ranges_is_not_asked_again() -> None:
+    round_ = planned_in_ranges(nodes=2)
+    assert len({t.holders for t in round_.plan.ranged}) == 1
+    (holder,) = round_.plan.ranged[0].holders
+    answered(round_, {holder: "x"}, "damaged")
+    assert source_of(round_.retry(round_.mismatches()), "a") != holder
 
 
 def test_from_a_checkpoint_nobody_sends_anything() -> None:

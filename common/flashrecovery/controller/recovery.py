@@ -550,7 +550,7 @@ class RecoverySteps:
         for shard, source in wrong:
             self._job.notice(
                 NoticeKind.DIGEST_MISMATCH,
-                f"shard {shard!r} from rank {source} did not arrive with its digest; the next source is used",
+                f"shard {shard!r} from rank {source} did not arrive with its digest; one rank sends it again",
                 rank=source,
             )
         try:
@@ -565,7 +565,8 @@ class RecoverySteps:
 
     def _nodes_of(self, restored: RestoreRound) -> dict[int, NodeRecord]:
         """The nodes of the ranks between which state was transferred."""
-        ranks = {rank for t in restored.plan.transfers for rank in (t.source, t.dest)} & self._job.ranks.keys()
+        ranks = {rank for t in restored.plan.transfers for rank in (t.dest, *restored.senders(t))}
+        ranks &= self._job.ranks.keys()
         names = {rank: self._job.ranks[rank].process.node for rank in ranks}
         return {rank: self._job.nodes[name] for rank, name in names.items() if name in self._job.nodes}
 

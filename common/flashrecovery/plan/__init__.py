@@ -30,6 +30,7 @@ from flashrecovery.plan.restore.types import (
     Need,
     NoCut,
     NoSourceError,
+    RangedTransfer,
     RestorePlan,
     Transfer,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "Need",
     "NoCut",
     "NoSourceError",
+    "RangedTransfer",
     "RestorePlan",
     "Transfer",
     "newest_cut",

@@ -1763,6 +1763,7 @@ class Reply(_message.Message):
     ALSO_FIELD_NUMBER: _builtins.int
     OUTSIDE_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
+    USES_DEVICE_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
     NEXT_NEEDS_FIELD_NUMBER: _builtins.int
     RESHAPED_BYTES_FIELD_NUMBER: _builtins.int
@@ -1786,6 +1787,8 @@ class Reply(_message.Message):
     """trying again cannot help: the job ends with this error"""
     outside: _builtins.bool
     """of a stop: heard, but the script is in its own code between two steps; the answer follows"""
+    uses_device: _builtins.bool
+    """of a stop: this process uses an accelerator, between which restored tensors may travel"""
     reshaped_bytes: _builtins.int
     lacking_bytes: _builtins.int
     staged_bytes: _builtins.int
@@ -1850,6 +1853,7 @@ class Reply(_message.Message):
         also: _abc.Iterable[_builtins.int] | None = ...,
         outside: _builtins.bool = ...,
         parity: Global___Parity | None = ...,
+        uses_device: _builtins.bool = ...,
         late: _abc.Iterable[_builtins.int] | None = ...,
         next_needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         reshaped_bytes: _builtins.int = ...,
@@ -1861,7 +1865,7 @@ class Reply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "staged_bytes", b"staged_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "staged_bytes", b"staged_bytes", "uses_device", b"uses_device"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2747,6 +2751,7 @@ class Restore(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     RESHAPE_FIELD_NUMBER: _builtins.int
     STAGING_FIELD_NUMBER: _builtins.int
+    RANGED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     checkpoint: _builtins.str
     """directory; set: restore everything from it"""
@@ -2772,6 +2777,10 @@ class Restore(_message.Message):
     def staging(self) -> Global___StagingPlace:
         """set: everything is read from there"""
 
+    @_builtins.property
+    def ranged(self) -> _containers.RepeatedCompositeFieldContainer[Global___RangedTransfer]:
+        """only those that this rank sends or receives"""
+
     def __init__(
         self,
         *,
@@ -2783,14 +2792,52 @@ class Restore(_message.Message):
         deadline_s: _builtins.float = ...,
         reshape: Global___Reshape | None = ...,
         staging: Global___StagingPlace | None = ...,
+        ranged: _abc.Iterable[Global___RangedTransfer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "reshape", b"reshape", "staging", b"staging"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "reshape", b"reshape", "staging", b"staging", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "ranged", b"ranged", "reshape", b"reshape", "staging", b"staging", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Restore: _TypeAlias = Restore  # noqa: Y015
+
+@_typing.final
+class RangedTransfer(_message.Message):
+    """Shards that several ranks hold alike, on other hosts than dest: each sends ranges of bytes of them, as many as its link
+    carries. number: from 0 among those of dest.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEST_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    dest: _builtins.int
+    number: _builtins.int
+    kind: _builtins.str
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        dest: _builtins.int = ...,
+        number: _builtins.int = ...,
+        holders: _abc.Iterable[_builtins.int] | None = ...,
+        kind: _builtins.str = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dest", b"dest", "holders", b"holders", "kind", b"kind", "number", b"number", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RangedTransfer: _TypeAlias = RangedTransfer  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
@@ -34,6 +34,7 @@ from flashrecovery.worker.registry import Drawn
 from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.reshard.reshard import Reshaping
 from flashrecovery.worker.step.sealing import Sealing
+from flashrecovery.worker.transfer.ranges import RangesToReceive, RangesToSend
 from flashrecovery.worker.transfer.transfer import exchange, within
 
 if TYPE_CHECKING:
@@ -264,6 +265,7 @@ class RecoveryExecutor:
         reply.live_version = worker.gate.live
         reply.held.extend(self._held())
         reply.parity.CopyFrom(self._loop.copies.parity(worker.gate.live))
+        reply.uses_device = worker.device.runs_behind
         reply.late.extend(sorted(v for v, late in self._loop.sealing.late.items() if late))
         needs = self._needs(digests=False)
         if self._told != (command.stop.needs_known, needs):
@@ -426,9 +428,18 @@ class RecoveryExecutor:
                 outgoing.setdefault(number[item.dest], []).append(self._source(item.kind, item.shard, version))
             else:
                 incoming.setdefault(number[item.source], []).append(item.shard)
-        if not outgoing and not incoming:
+        ranges_out: list[RangesToSend] = []
+        ranges_in: list[RangesToReceive] = []
+        for one in restore.ranged:
+            if one.dest == worker.rank:
+                ranges_in.append(RangesToReceive(tuple(number[rank] for rank in one.holders), one.number, one.shards))
+            else:
+                sources = [self._source(one.kind, shard, version) for shard in one.shards]
+                ranges_out.append(RangesToSend(number[one.dest], one.number, sources))
+        if not (outgoing or incoming or ranges_out or ranges_in):
             return True
-        if incoming:
+        arriving = [name for names in (*incoming.values(), *(one.names for one in ranges_in)) for name in names]
+        if arriving:
             worker.gate.torn()
         group = groups.control_group()
         if group is None:
@@ -440,10 +451,12 @@ class RecoveryExecutor:
                 incoming,
                 worker.registry.shards,
                 device=groups.device_group(),
-                corrupt=self._to_corrupt(incoming) if corrupt else frozenset(),
+                corrupt=self._to_corrupt(arriving) if corrupt else frozenset(),
+                ranges_out=ranges_out,
+                ranges_in=ranges_in,
             )
         wrong = report.mismatched if worker.settings.verify else []
-        for name in (n for names in incoming.values() for n in names if n not in wrong):
+        for name in (n for n in arriving if n not in wrong):
             shard = worker.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 shard.adopt(version)
@@ -453,10 +466,10 @@ class RecoveryExecutor:
         reply.received_digests.update(report.received_digests)
         return not wrong
 
-    def _to_corrupt(self, incoming: Mapping[int, list[str]]) -> frozenset[str]:
+    def _to_corrupt(self, arriving: Collection[str]) -> frozenset[str]:
         """What fault injection damages: one shard of plain bytes and one of tensors, always the same ones."""
         shards = self._worker.registry.shards
-        names = sorted(n for names in incoming.values() for n in names)
+        names = sorted(arriving)
         plain = [n for n in names if isinstance(shards[n], ObjectShard)]
         return frozenset(plain[:1] + [n for n in names if n not in plain][:1])
 

@@ -109,13 +109,14 @@ class HistoryEntry:
         self.bytes_reshaped += sum(reply.reshaped_bytes for reply in done.reports.values())
         self.bytes_lacking += sum(reply.lacking_bytes for reply in done.reports.values())
         for transfer in done.plan.transfers:
-            key = str(transfer.source)
-            self.sources[key] = self.sources.get(key, 0) + 1
             self.given.add(transfer.dest)
-            source, dest = nodes.get(transfer.source), nodes.get(transfer.dest)
-            if source is not None and dest is not None:
-                self.between_hosts = self.between_hosts or source.host != dest.host
-                self.slowest = slower(slower(self.slowest, source.speed), dest.speed)
+            for sender in done.senders(transfer):
+                key = str(sender)
+                self.sources[key] = self.sources.get(key, 0) + 1
+                source, dest = nodes.get(sender), nodes.get(transfer.dest)
+                if source is not None and dest is not None:
+                    self.between_hosts = self.between_hosts or source.host != dest.host
+                    self.slowest = slower(slower(self.slowest, source.speed), dest.speed)
         for order in done.decodes:
             self.bytes_decoded += sum(order.sizes[member] for member in order.lost)
             self.given.update(order.ranks[member] for member in order.lost)

@@ -35,6 +35,7 @@ class RankInventory:
         local_states, early: versions of its rank-local state that its last process's page has, and those of them that
         are not final.
         late: versions whose rank-local state, on this rank, was not what it had been early.
+        uses_device: its process uses an accelerator.
         parity: what it has said of parity; None: it keeps none, or has not said so yet.
     """
 
@@ -48,6 +49,7 @@ class RankInventory:
     local_states: tuple[int, ...] = ()
     early: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
+    uses_device: bool = False
     parity: ParityHeld | None = None
     _said: list[pb.Held] = field(default_factory=list)  # what it holds besides its live state, in its own words
 
@@ -69,7 +71,7 @@ class RankInventory:
         """Its process has stopped, and knows by now of which sharding its state is, and what is in its page."""
         self.as_launched = False
         self.take(said.live_version, said.held, said.parity)
-        self.late = frozenset(said.late)
+        self.late, self.uses_device = frozenset(said.late), said.uses_device
         self.layout, self.ready = tuple(said.layout), tuple(said.ready)
         self.forget_pages()
 

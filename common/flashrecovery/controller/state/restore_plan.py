@@ -14,7 +14,18 @@ from flashrecovery.controller.state.parity import can_be_decoded, decode_message
 from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import JobFailedError
-from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
+from flashrecovery.plan import (
+    Cut,
+    Holding,
+    Kind,
+    Need,
+    NoCut,
+    RestorePlan,
+    Transfer,
+    newest_cut,
+    plain_reason,
+    plan_restore,
+)
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -54,7 +65,7 @@ class RestoreRound:
     def busy(self) -> set[int]:
         """The ranks that have shards to send, to receive, to decode or to take from what they hold themselves."""
         transfers, local = self._items
-        return transfers.keys() | local.keys() | self._decodes.keys()
+        return transfers.keys() | local.keys() | self._decodes.keys() | self._ranged.keys()
 
     def command(self, rank: int | None, checkpoint: str, deadline_s: float) -> pb.Restore:
         """The command for ``rank``; None: the same as for the others."""
@@ -68,6 +79,7 @@ class RestoreRound:
             deadline_s=deadline_s,
             reshape=self.reshape,
             staging=self.staging,
+            ranged=self._ranged.get(rank, ()) if rank is not None else (),
         )
 
     @cached_property
@@ -80,6 +92,8 @@ class RestoreRound:
         """Transfers and local restores by the ranks that have to do with them."""
         transfers: dict[int, list[pb.TransferItem]] = {}
         for t in self.plan.transfers:
+            if (t.dest, t.shard) in self._holders:
+                continue
             item = pb.TransferItem(shard=t.shard, source=t.source, dest=t.dest, kind=t.kind.value)
             for rank in {t.source, t.dest}:
                 transfers.setdefault(rank, []).append(item)
@@ -87,6 +101,27 @@ class RestoreRound:
         for i in self.plan.local:
             local.setdefault(i.rank, []).append(i.shard)
         return transfers, local
+
+    def senders(self, transfer: Transfer) -> tuple[int, ...]:
+        """The ranks that send the shard, or ranges of it."""
+        return self._holders.get((transfer.dest, transfer.shard), (transfer.source,))
+
+    @cached_property
+    def _holders(self) -> Mapping[tuple[int, str], tuple[int, ...]]:
+        """The ranks that send ranges of a shard, by destination and shard."""
+        return {(one.dest, shard): one.holders for one in self.plan.ranged for shard in one.shards}
+
+    @cached_property
+    def _ranged(self) -> Mapping[int, list[pb.RangedTransfer]]:
+        """What comes in ranges, by the ranks that have to do with it."""
+        found: dict[int, list[pb.RangedTransfer]] = {}
+        for one in self.plan.ranged:
+            message = pb.RangedTransfer(
+                dest=one.dest, number=one.number, holders=one.holders, kind=one.kind.value, shards=one.shards
+            )
+            for rank in (one.dest, *one.holders):
+                found.setdefault(rank, []).append(message)
+        return found
 
     def report(self, rank: int, reply: pb.Reply) -> None:
         """What ``rank`` says of its transfers."""
@@ -101,21 +136,24 @@ class RestoreRound:
         return sum(r.bytes_on_device for r in self.reports.values())
 
     def mismatches(self) -> list[tuple[str, int]]:
-        """(shard, source) of every transfer whose digest at the destination is not the source's."""
+        """(shard, source) of every transfer whose digest at the destination is not the source's. Of a shard that came
+        in ranges, all its holders must have the same digest."""
         wrong, silent = [], pb.Reply()
         for t in self.plan.transfers:
-            sent = self.reports.get(t.source, silent).sent_digests.get(t.shard)
             received = self.reports.get(t.dest, silent).received_digests.get(t.shard)
-            if sent is None or sent != received:
-                wrong.append((t.shard, t.source))
+            for source in self.senders(t):
+                sent = self.reports.get(source, silent).sent_digests.get(t.shard)
+                if sent is None or sent != received:
+                    wrong.append((t.shard, source))
         return wrong
 
     def retry(self, wrong: list[tuple[str, int]]) -> RestoreRound:
-        """The same round again, for the wrong shards only, from other sources. Raises if one has
-        none left."""
-        excluded = self.excluded | frozenset(wrong)
+        """The same round again, for the wrong shards only, each whole from one source. It is another source, except
+        where several had sent ranges: which of them was wrong is not known. Raises if one has none left."""
         shards = {shard for shard, _ in wrong}
         dests = {(t.dest, t.shard) for t in self.plan.transfers if t.shard in shards}
+        mixed = {shard for dest, shard in dests if len(self._holders.get((dest, shard), ())) > 1}
+        excluded = self.excluded | {(shard, source) for shard, source in wrong if shard not in mixed}
         needs = [n for n in self.needs if (n.rank, n.shard) in dests]
         plan = plan_restore(needs, self.holdings, self.version, excluded=excluded)
         return replace(self, plan=plan, excluded=excluded, decodes=(), reports={})
@@ -212,11 +250,18 @@ def _from_memory(
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     holdings += [h for one in parity if one.order.version == cut.version for h in one.holdings]
     holdings += _lent(records.values(), [cut.version], alike=alike)
-    plan = plan_restore(needs, holdings, cut.version)
+    plan = plan_restore(needs, holdings, cut.version, hosts=_hosts(records.values()))
     decoded = {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY}
     decoded |= {(t.source, t.shard) for t in plan.transfers if t.kind is Kind.PARITY}
     orders = orders_for(parity, cut.version, decoded)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings, decodes=orders))
+
+
+def _hosts(records: Collection[RankRecord]) -> dict[int, str]:
+    """Of all ranks, as far as it matters: between accelerators, what is restored does not go in ranges."""
+    if any(record.inventory.uses_device for record in records):
+        return {}
+    return {record.rank: record.process.host for record in records if record.process.host}
 
 
 def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None:

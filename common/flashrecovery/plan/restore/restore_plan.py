@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from flashrecovery.plan.restore.balance import Choice, balance
+from flashrecovery.plan.restore.ranged import Lacking, near, ranged_transfers
 from flashrecovery.plan.restore.types import Holding, Kind, LocalRestore, Need, NoSourceError, RestorePlan, Transfer
 from flashrecovery.plan.words import missing_text, ranks_text
 
@@ -15,6 +17,7 @@ def plan_restore(
     holdings: Collection[Holding],
     version: int,
     excluded: frozenset[tuple[str, int]] = frozenset(),
+    hosts: Mapping[int, str] = MappingProxyType({}),
 ) -> RestorePlan:
     """Bring every need to ``version``. Deterministic; independent of the order of its arguments.
 
@@ -28,6 +31,8 @@ def plan_restore(
     Args:
         excluded: (shard, rank) pairs that must not be used as a source, because their digest did not match. A
             shard that is live in place is no source, and stays.
+        hosts: of the ranks, where that matters: what a rank on the same host holds comes from there, everything else
+            in ranges from several hosts (see :mod:`.ranged`).
 
     Raises:
         NoSourceError: some shards have no source (left); it names all of them.
@@ -44,7 +49,7 @@ def plan_restore(
         if own is not None and _effort(own) == sources.effort:
             local.append(LocalRestore(rank, shard, version, own))
         elif sources.ranks:
-            choices.append(Choice(rank, shard, sources.nbytes or nbytes, sources.ranks))
+            choices.append(Choice(rank, shard, sources.nbytes or nbytes, near(rank, sources.ranks, hosts)))
         else:
             missing.append((rank, shard))
     if missing:
@@ -53,6 +58,9 @@ def plan_restore(
             tuple(missing),
         )
 
+    ranged = ranged_transfers([_lacking(c, found[c.shard].kinds) for c in choices], hosts)
+    holders = {(one.dest, shard): one.holders for one in ranged for shard in one.shards}
+    choices = [replace(c, sources=holders.get((c.dest, c.shard), c.sources)) for c in choices]
     balanced = balance(choices)
     transfers = tuple(
         Transfer(c.shard, version, source, c.dest, found[c.shard].kinds[source], c.nbytes)
@@ -67,7 +75,15 @@ def plan_restore(
         reason=_reason(transfers, local, on_wire, balanced.busiest),
         busiest_sender_bytes=balanced.busiest,
         lower_bound_bytes=balanced.lower_bound,
+        ranged=ranged,
     )
+
+
+def _lacking(choice: Choice, kinds: Mapping[int, Kind]) -> Lacking:
+    """With those of its sources that have the preferred kind."""
+    kind = kinds[choice.sources[0]]
+    alike = tuple(source for source in choice.sources if kinds[source] is kind)
+    return Lacking(choice.dest, choice.shard, choice.nbytes, alike, kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,23 @@ class LocalRestore:
 
 
 @dataclass(frozen=True, slots=True)
+class RangedTransfer:
+    """Shards that several ranks hold alike: each of them sends ranges of bytes to ``dest``, as its link carries them.
+
+    Attributes:
+        number: from 0, among those of ``dest``.
+        holders: ascending; none of them is on the host of ``dest``.
+        shards: ascending. Each also stands among the plan's transfers, with one of the holders as its source.
+    """
+
+    dest: int
+    number: int
+    holders: tuple[int, ...]
+    kind: Kind
+    shards: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RestorePlan:
     """How every rank gets every shard at ``version``. What is neither transferred nor restored locally is
     live.
@@ -134,6 +151,7 @@ class RestorePlan:
         bytes_on_wire: sum over the transfers; equals the bytes that their destinations lost.
         busiest_sender_bytes: what the busiest sender sends.
         lower_bound_bytes: no plan whatever has a busiest sender below this (equal: this plan is optimal).
+        ranged: which transfers are carried out in ranges, by several holders.
     """
 
     version: int
@@ -143,6 +161,7 @@ class RestorePlan:
     reason: str
     busiest_sender_bytes: int = 0
     lower_bound_bytes: int = 0
+    ranged: tuple[RangedTransfer, ...] = ()
 
 
 class NoSourceError(RestoreError):

@@ -40,18 +40,18 @@ class Message:
     nbytes: int
 
 
-def messages(specs: Sequence[TensorSpec]) -> Iterator[Message]:
-    """The messages of a payload of these tensors; both sides compute the same ones."""
+def messages(specs: Sequence[TensorSpec], most: int = PACK_BYTES) -> Iterator[Message]:
+    """The messages of a payload of these tensors, of at most ``most`` bytes; both sides compute the same ones."""
     packed: list[TensorSlice] = []
     size = 0
     for index, spec in enumerate(specs):
         nbytes = spec.nbytes
-        if nbytes >= DIRECT_BYTES:
-            for start in range(0, nbytes, PACK_BYTES):
-                part = min(PACK_BYTES, nbytes - start)
+        if nbytes >= min(DIRECT_BYTES, most):
+            for start in range(0, nbytes, most):
+                part = min(most, nbytes - start)
                 yield Message((TensorSlice(index, start, part),), part)
         elif nbytes:
-            if size + nbytes > PACK_BYTES:
+            if size + nbytes > most:
                 yield Message(tuple(packed), size)
                 packed, size = [], 0
             packed.append(TensorSlice(index, 0, nbytes))

@@ -45,10 +45,12 @@ from flashrecovery.runtime.side_by_side import run_side_by_side
 from flashrecovery.state import codec
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
-from flashrecovery.state.spec import TensorSpec, decode_spec, encode_spec
-from flashrecovery.worker.transfer.chunks import WINDOW, Message, direct, flip_a_bit, messages, pack, unpack
+from flashrecovery.state.spec import ShardSpec, decode_spec, encode_spec
+from flashrecovery.worker.transfer.chunks import WINDOW, Message, flip_a_bit, messages, pack, unpack
 from flashrecovery.worker.transfer.device_lanes import Lane, Lanes, Patience, prints_of
 from flashrecovery.worker.transfer.direct_reads import NO, NOT_PERMITTED, YES, Arrivals, Offer, ReadableMemory, Reading
+from flashrecovery.worker.transfer.payload import Payload, checked, first_with_bytes, in_place, placed, staging_buffer
+from flashrecovery.worker.transfer.ranges import RangesToReceive, RangesToSend, receive_ranges, send_ranges
 
 _TAG, _ANSWER_TAG = 0x4652, 0x4653
 _DIGEST_BYTES = 16
@@ -131,6 +133,8 @@ def exchange(
     device: groups.DeviceGroup | None = None,
     corrupt: Set[str] = frozenset(),
     from_memory: bool = True,
+    ranges_out: Sequence[RangesToSend] = (),
+    ranges_in: Sequence[RangesToReceive] = (),
 ) -> TransferReport:
     """Send ``outgoing`` (by destination) and receive ``incoming`` (names by source) into ``shards``, all at
     once.
@@ -138,12 +142,12 @@ def exchange(
     Ranks are ranks of ``group``, and of ``device``, over which tensors travel that lie on its device on both sides.
     A received shard is made room for by its ``allocate`` and filled in place. ``corrupt`` (fault injection) names
     received shards of which one bit is flipped before the digest is taken. ``from_memory``: this rank may read the
-    memory of sources on its host.
+    memory of sources on its host. ``ranges_out``, ``ranges_in``: what goes and comes in ranges besides.
 
     Raises ProtocolError if a peer offers other shards than expected, and whatever the group's operations
     raise; a shard may then be partly overwritten.
     """
-    return _Exchange(group, device, outgoing, incoming, shards, corrupt, from_memory).run()
+    return _Exchange(group, device, outgoing, incoming, shards, corrupt, from_memory, ranges_out, ranges_in).run()
 
 
 class _Exchange:
@@ -158,6 +162,8 @@ class _Exchange:
         shards: Mapping[str, Shard],
         corrupt: Set[str],
         from_memory: bool,
+        ranges_out: Sequence[RangesToSend],
+        ranges_in: Sequence[RangesToReceive],
     ) -> None:
         self._group, self._device, self._from_memory = group, device, from_memory
         self._outgoing = {dest: sources for dest, sources in outgoing.items() if sources}
@@ -165,7 +171,9 @@ class _Exchange:
         self._shards, self._corrupt = shards, corrupt
         self._report = TransferReport()
         self._lock = threading.Lock()  # frameworks' allocate() and the report are not made for several threads
-        self._unique = {s.name: s for sources in self._outgoing.values() for s in sources}
+        self._ranges_out, self._ranges_in = ranges_out, ranges_in
+        given = [*self._outgoing.values(), *(one.sources for one in ranges_out)]
+        self._unique = {s.name: s for sources in given for s in sources}
         self._digests: dict[str, Future[str]] = {name: Future() for name in self._unique}
         self._patience = Patience()
         self._agreement = _Agreement(self._outgoing, device)
@@ -180,13 +188,32 @@ class _Exchange:
         jobs: list[Callable[[], None]] = []
         jobs += [self._pair(self._send, True, dest) for dest in self._outgoing]
         jobs += [self._pair(self._receive, False, source) for source in self._incoming]
-        if self._device is not None and jobs:
+        paired = bool(jobs)
+        jobs += [functools.partial(self._send_ranges, one) for one in self._ranges_out]
+        jobs += [functools.partial(self._receive_ranges, one) for one in self._ranges_in]
+        if self._device is not None and paired:
             jobs.append(functools.partial(self._move, self._device))
         if self._unique:
             jobs.append(self._hash)
         run_side_by_side(jobs, "flashrecovery-transfer")
         self._report.sent_all({name: future.result() for name, future in self._digests.items()})
         return self._report
+
+    def _send_ranges(self, ranges: RangesToSend) -> None:
+        digests = (self._digests[source.name] for source in ranges.sources)
+        sent = send_ranges(self._group, ranges, lambda: [digest.result() for digest in digests])
+        with self._lock:
+            self._report.sent(sent)
+
+    def _receive_ranges(self, ranges: RangesToReceive) -> None:
+        def allocate(name: str, spec: ShardSpec) -> dict[str, torch.Tensor]:
+            with self._lock:
+                return self._shards[name].allocate(spec)
+
+        arrived = receive_ranges(self._group, ranges, allocate, self._corrupt, self._patience.check)
+        with self._lock:
+            self._report.received(ranges.names, arrived.digests, arrived.expected)
+            self._report.count_received(arrived.nbytes, 0, 0)
 
     def _pair(self, talk: Callable[[int], None], sending: bool, peer: int) -> Callable[[], None]:
         """A separate job for the messages and data between this rank and another one, in one direction."""
@@ -238,7 +265,7 @@ class _Exchange:
         self,
         sending: bool,
         peer: int,
-        payload: _Payload,
+        payload: Payload,
         matched: Sequence[bool],
         damaged: frozenset[int] = frozenset(),
     ) -> Lane | None:
@@ -260,7 +287,7 @@ class _Exchange:
     def _send(self, peer: int) -> None:
         group, sources = self._group, self._outgoing[peer]
         asked = self._agreement.asks(peer)
-        payload = _Payload(
+        payload = Payload(
             [t for s in sources for t in s.spec.tensors.values()], [t.detach() for s in sources for t in s.tensors]
         )
         held = ReadableMemory(payload.tensors, asked)
@@ -295,9 +322,9 @@ class _Exchange:
             rest = payload.where([not (both or read) for both, read in zip(matched, reads, strict=True)])
             sent = lane.nbytes if lane is not None else 0
             for message in messages(rest.specs):
-                buffer = _in_place(message, rest.tensors)
+                buffer = in_place(message, rest.tensors)
                 if buffer is None:
-                    buffer = _staging(message, rest.tensors)
+                    buffer = staging_buffer(message, rest.tensors)
                     pack(message, rest.tensors, buffer)
                 post(buffer)
                 sent += message.nbytes
@@ -340,10 +367,11 @@ class _Exchange:
         for name, spec in zip(names, specs, strict=True):
             with self._lock:
                 allocated = self._shards[name].allocate(spec)
-            targets.append([_checked(name, key, allocated[key], wanted) for key, wanted in spec.tensors.items()])
-        payload = _Payload([t for s in specs for t in s.tensors.values()], [t for ts in targets for t in ts])
+            targets.append([checked(name, key, allocated[key], wanted) for key, wanted in spec.tensors.items()])
+        payload = Payload([t for s in specs for t in s.tensors.values()], [t for ts in targets for t in ts])
         matched = self._answer(peer, payload, asked)
-        damaged = frozenset(_first(ts) + at for name, ts, at in _placed(names, targets) if name in self._corrupt)
+        ours = placed(names, targets)
+        damaged = frozenset(first_with_bytes(ts) + at for name, ts, at in ours if name in self._corrupt)
         lane = self._plan(False, peer, payload, matched, damaged)
 
         reading = self._reading(peer, payload.tensors, readable)
@@ -358,7 +386,7 @@ class _Exchange:
             if lane is not None:
                 places = payload.where(matched).places
                 known = {places[number]: found for number, found in lane.arrived.result().items()}
-            for spec, (_, tensors, at) in zip(specs, _placed(names, targets), strict=True):
+            for spec, (_, tensors, at) in zip(specs, placed(names, targets), strict=True):
                 mine = range(at, at + len(tensors))
                 if not arrivals.wait(mine):
                     return
@@ -388,7 +416,7 @@ class _Exchange:
             report.count_received(sum(spec.nbytes for spec in payload.specs), on_device, read)
 
     def _take(
-        self, peer: int, rest: _Payload, reading: Reading | None, arrivals: Arrivals, trailer: torch.Tensor
+        self, peer: int, rest: Payload, reading: Reading | None, arrivals: Arrivals, trailer: torch.Tensor
     ) -> None:
         """What comes in messages: ``rest`` of the payload and then, into ``trailer``, the digests."""
         group = self._group
@@ -405,8 +433,8 @@ class _Exchange:
         for message in messages(rest.specs):
             if len(pending) >= WINDOW:
                 settle()
-            own = _in_place(message, rest.tensors)
-            buffer = own if own is not None else _staging(message, rest.tensors)
+            own = in_place(message, rest.tensors)
+            buffer = own if own is not None else staging_buffer(message, rest.tensors)
             pending.append((group.recv([buffer], peer, _TAG), message, None if own is not None else buffer))
         last = group.recv([trailer], peer, _TAG)
         while pending:
@@ -436,7 +464,7 @@ class _Exchange:
             answer(can)
         return reading if can == YES else None
 
-    def _answer(self, peer: int, payload: _Payload, asked: bytes) -> list[bool]:
+    def _answer(self, peer: int, payload: Payload, asked: bytes) -> list[bool]:
         """Which tensors are matched, after having said which lie on this rank's device."""
         if not asked:
             return [False] * len(payload.tensors)
@@ -495,53 +523,6 @@ class _Agreement:
     def reached(self) -> dict[str, list[bool]]:
         """By shard; waits for the answers."""
         return self._reached.result()
-
-
-@dataclass(frozen=True)
-class _Payload:
-    """Tensors that are sent or received, and where each stands in the header: all, or a part of them."""
-
-    specs: Sequence[TensorSpec]
-    tensors: Sequence[torch.Tensor]
-    places: Sequence[int] = ()
-
-    def where(self, chosen: Sequence[bool]) -> _Payload:
-        places = [i for i, wanted in enumerate(chosen) if wanted]
-        return _Payload([self.specs[i] for i in places], [self.tensors[i] for i in places], places)
-
-
-def _placed(
-    names: Sequence[str], targets: Sequence[list[torch.Tensor]]
-) -> Iterator[tuple[str, list[torch.Tensor], int]]:
-    """Each shard's name and tensors, and the place of its first tensor in the payload."""
-    at = 0
-    for name, tensors in zip(names, targets, strict=True):
-        yield name, tensors, at
-        at += len(tensors)
-
-
-def _first(tensors: Sequence[torch.Tensor]) -> int:
-    """The first one that is not empty."""
-    return next(i for i, t in enumerate(tensors) if t.numel())
-
-
-def _checked(name: str, key: str, tensor: torch.Tensor, wanted: TensorSpec) -> torch.Tensor:
-    if tuple(tensor.shape) != tuple(wanted.shape) or tensor.dtype != wanted.dtype:
-        raise ProtocolError(
-            f"shard {name!r}: tensor {key!r} was allocated as {tuple(tensor.shape)} {tensor.dtype}, "
-            f"but {tuple(wanted.shape)} {wanted.dtype} is coming"
-        )
-    return tensor.detach()
-
-
-def _in_place(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The memory of the message itself, if it is one range of a contiguous host tensor."""
-    return direct(message, tensors) if tensors[message.pieces[0].index].device.type == "cpu" else None
-
-
-def _staging(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    on_device = any(tensors[p.index].device.type == "cuda" for p in message.pieces)
-    return torch.empty(message.nbytes, dtype=torch.uint8, pin_memory=on_device)
 
 
 def _fail_lane(error: BaseException, planned: Future[Lane | None]) -> None:

@@ -89,6 +89,37 @@ def test_what_a_step_has_appended_is_cut_off(job: Job, tmp_path: Path) -> None:
     assert log.read_text() == "from an earlier run\nstep 0\n"
 
 
+def test_what_a_step_has_written_is_noted_beside_earlier_steps(job: Job, tmp_path: Path) -> None:
+    """A line that is added encodes the notes of its own step alone. Those of the others are as they are by then."""
+    files = started(job)
+    kept, left = tmp_path / "kept", tmp_path / "left"
+    append(kept, "0\n")
+    append(left, "0\n")
+    files.handed_out(1)
+    with open(kept, "a", buffering=1) as log:
+        log.write("1\n")
+        by_others(left)
+        append(left, "1\n")  # is found to be another's as well
+        log.write("1\n")
+        log.flush()
+        job.start(replacement=True)
+        dead = job.protect()
+    assert dead._before[1][str(kept)].added == 4
+    assert [str(path) in of_step for of_step in dead._before.values() for path in (kept, left)] == [True, False] * 2
+
+
+def test_a_line_that_is_added_leaves_the_notes_of_earlier_steps(job: Job, tmp_path: Path) -> None:
+    files, path = started(job), tmp_path / "log"
+    for step in range(1, 4):
+        append(path, "line\n")
+        noted = dict(files._before[step - 1])
+        assert noted[str(path)].added == len("line\n")
+        files.handed_out(step)
+    append(path, "line\n")
+    job.start(replacement=True)
+    assert [of_step[str(path)].added for of_step in job.protect()._before.values()] == [len("line\n")] * 4
+
+
 def test_a_file_that_was_made_by_the_step_is_gone(job: Job, tmp_path: Path) -> None:
     files = started(job)
     for _ in range(2):

@@ -29,7 +29,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -105,6 +105,8 @@ class LoopFiles:
         self._tell: Callable[[str], None] = lambda text: None
         self._before: dict[int, dict[str, _Before]] = {}
         """By step."""
+        self._earlier: bytes | None = None
+        """The notes of all steps but the newest, encoded; None: they have changed since."""
         self._noted = False
         self._held: list[_Held] = []
         self._sizes: dict[str, tuple[tuple[int, int], int]] = {}
@@ -161,7 +163,8 @@ class LoopFiles:
         data = notes.read_file_notes()
         if data:
             self._noted = True
-            steps = codec.loads(data)
+            earlier, newest, of_newest = codec.loads(data)
+            steps = {**codec.loads(earlier), newest: of_newest}
             self._before = {n: {path: _before(one) for path, one in files.items()} for n, files in steps.items()}
 
     # -- what the script opens --------------------------------------------------------------------
@@ -266,13 +269,14 @@ class LoopFiles:
             of_step = self._before.get(max(self._before, default=-1), {})
             if path in of_step:
                 of_step[path] = replace(of_step[path], added=of_step[path].added + count)
-                self._write_notes()
+                self._write_notes(only_newest=True)
 
     def _leave(self, path: str, what: str) -> None:
         """It is not brought back."""
         with self._lock:
             for files in self._before.values():
                 files.pop(path, None)
+            self._earlier = None
         if path not in self._left:
             self._left.add(path)
             self._tell(f"a file that the loop writes {what}; a step that is done again writes to it again: {path}")
@@ -392,14 +396,17 @@ class LoopFiles:
         if len(self._sizes) > _SIZES_KEPT:
             self._sizes = dict([*self._sizes.items()][-_SIZES_KEPT:])
 
-    def _write_notes(self) -> None:
+    def _write_notes(self, *, only_newest: bool = False) -> None:
+        """``only_newest``: nothing else has changed since they were written."""
         with self._lock:
-            of_steps = {n: [*files.items()] for n, files in [*self._before.items()]}
-            steps = {n: {path: _as_plain(one) for path, one in files} for n, files in of_steps.items() if files}
-            if self._notes is None or not (steps or self._noted):
+            if self._notes is None or not (self._noted or any(self._before.values())):
                 return
             self._noted = True
-            if not self._notes.write_file_notes(codec.dumps(steps)):
+            newest = max(self._before, default=-1)
+            if self._earlier is None or not only_newest:
+                self._earlier = codec.dumps({n: _all_plain(files) for n, files in self._before.items() if n != newest})
+            data = codec.dumps((self._earlier, newest, _all_plain(self._before.get(newest, {}))))
+            if not self._notes.write_file_notes(data):
                 for path in [*self._before.pop(self._step, ())]:
                     self._leave(path, "is one of too many")
 
@@ -424,6 +431,10 @@ def _content(path: str) -> bytes:
 
 
 _as_plain = operator.attrgetter(*(attribute.name for attribute in fields(_Before)))
+
+
+def _all_plain(files: Mapping[str, _Before]) -> dict[str, Any]:
+    return {path: _as_plain(one) for path, one in [*files.items()]}
 
 
 def _before(plain: Sequence[Any]) -> _Before:

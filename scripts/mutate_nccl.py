@@ -2,7 +2,7 @@
 
     scripts/mutate_nccl.py [NAME...]    names of mutants, or parts of them, e.g. "04-" (default: all)
 
-A reading of NCCL's and torch's sources, and of public reports, has found 25 things that GPUs would break
+A reading of NCCL's and torch's sources, and of public reports, has found 26 things that GPUs would break
 (docs/testing.md has the table). What mends each of them is taken out here, in a copy of the tree, and the tests that
 are named must fail. They need no GPU: what has to do with NCCL itself runs with the fake of it. ``unchanged`` runs all
 of them without a mutant. C++ is compiled into a separate cache; a mutant of it takes about a minute. Ends with exit
@@ -54,10 +54,16 @@ QUIET_PLAN, QUIET_WORKER, QUIET_AGENT, ABANDON = (
     for name in ("plan/quiet_abort", "worker/control/quiet_abort", "agent/processes/quiet_fence", "groups/exchange")
 )
 
+HELD, PROBE, BARRIER_PLAN = (
+    f"{CORE}/{name}.py" for name in ("worker/step/device_barrier", "worker/step/flag_probe", "plan/device_barrier")
+)
+HOLD = f"{CORE}/groups/native/stream_hold.h"
+
 TRANSFER, LANES = f"{CORE}/worker/transfer/transfer.py", f"{CORE}/worker/transfer/device_lanes.py"
 DIGEST = f"{CORE}/state/digest.py"
 
 FAKE = "tests/integration/groups/test_nccl.py"
+HELD_BACK = "tests/integration/worker/test_device_barrier.py"
 FAKE_JOBS, DEVICE_TRANSFER = "tests/conformance/test_nccl.py", "tests/integration/worker/test_device_transfer.py"
 
 
@@ -69,7 +75,7 @@ def _unit(name: str, *tests: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One of the 25. ``without``: what of it no mutant takes out, and why."""
+    """One of the 26. ``without``: what of it no mutant takes out, and why."""
 
     number: int
     what: str
@@ -947,6 +953,132 @@ ROWS = (
             ),
         ),
         without="whether 0.1 s tells a kernel that waits from one that transfers needs GPUs",
+    ),
+    Row(
+        26,
+        "an optimizer that is launched before the gradients are whole is held back until they are, or does nothing",
+        (
+            _out(
+                "26-the-flag-is-not-set",
+                STEP,
+                "            self._on_device.end(void=True)\n",
+                "            self._on_device.end(void=False)\n",
+                *_unit("step_on_device", "test_a_step_that_no_longer_counts_is_void_and_nothing_has_been_touched"),
+            ),
+            _out(
+                "26-let-go-before-they-are-whole",
+                STEP,
+                "            self._gate.overhead.aside(lambda: self._worker.device.until(self._on_device.wait))\n",
+                "",
+                *_unit("step_on_device"),
+            ),
+            _out(
+                "26-an-abort-is-not-looked-for",
+                STEP,
+                "            self._refuse_void()\n            self._collectives",
+                "            self._collectives",
+                *_unit("step_on_device"),
+            ),
+            _out(
+                "26-the-tag-does-not-follow",
+                STEP,
+                "            self._collectives.mutation_begins()\n            self._gate.mutate()\n",
+                "            self._collectives.mutation_begins()\n",
+                *_unit("step_on_device"),
+            ),
+            _out(
+                "26-a-void-step-counts-as-a-write",
+                STEP,
+                "            self._touches.begin()\n",
+                "",
+                *_unit("step_on_device"),
+            ),
+            _out(
+                "26-a-comparison-is-held-back",
+                STEP,
+                "            communicates=told or self",
+                "            communicates=self",
+                *_unit("step_on_device"),
+            ),
+            _out(
+                "26-the-scripts-flag-is-overwritten",
+                HELD,
+                "        if isinstance(scripts, torch.Tensor):",
+                "        if False:",
+                f"{HELD_BACK}::test_a_step_that_overflows_anyway_is_none",
+            ),
+            _out(
+                "26-the-scripts-flag-is-lost",
+                HELD,
+                "        if scripts is _NOT_SET:\n",
+                "        if True:\n",
+                f"{HELD_BACK}::test_a_step_that_overflows_anyway_is_none",
+            ),
+            _out(
+                "26-no-probe",
+                HELD,
+                " or self._try_hold() or flag_probe.refusal(optimizer)",
+                " or self._try_hold()",
+                f"{HELD_BACK}::test_a_flag_that_is_not_honoured_is_not_trusted",
+            ),
+            _out(
+                "26-the-stream-is-not-tried",
+                HELD,
+                "                if not hold.let_go(void=void) or early:\n",
+                "                if not hold.let_go(void=void):\n",
+                f"{HELD_BACK}::test_a_stream_that_is_not_held_is_found",
+            ),
+            _out(
+                "26-what-was-void-is-not-done-again",
+                HELD,
+                "            flag_probe.plain_step(optimizer)()\n",
+                "",
+                f"{HELD_BACK}::test_a_host_that_waits_for_the_stream_itself_is_let_go_and_the_step_is_done_again",
+            ),
+            _out(
+                "26-it-waits-for-ever",
+                HOLD,
+                "        shared.release(true);\n",
+                "        shared.until += shared.patience;\n",
+                f"{HELD_BACK}::test_a_hold_ends_once_and_the_number_grows",
+            ),
+            _out(
+                "26-torn-gradients-are-not-tried",
+                PROBE,
+                'for factor in (1.0, float("nan")):',
+                "for factor in (1.0,):",
+                *_unit("device_barrier"),
+            ),
+            _out(
+                "26-other-bits-are-not-found",
+                PROBE,
+                "            if not _same(guarded.content(), twin.content()):",
+                "            if False:",
+                *_unit("device_barrier"),
+            ),
+            _out(
+                "26-state-that-is-made-there",
+                BARRIER_PLAN,
+                "    if not facts.complete:\n",
+                "    if False:\n",
+                *_unit("device_barrier"),
+            ),
+            _out(
+                "26-other-hooks-run-there",
+                BARRIER_PLAN,
+                "    if facts.other_hooks:\n",
+                "    if False:\n",
+                *_unit("device_barrier"),
+            ),
+            _out(
+                "26-a-scalers-leftovers",
+                ADAPTER,
+                "            restore_scaling(optimizer, scaling)\n",
+                "            pass\n",
+                *_unit("torch_native", "test_an_interrupted_step_leaves_nothing_of_a_grad_scaler_on_its_optimizer"),
+            ),
+        ),
+        without="that the driver's wait and the copy of the flag come in this order on a GPU needs one",
     ),
 )
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)

@@ -154,14 +154,12 @@ MUTANTS = (
     Mutant(
         "failed-collective-is-passed",
         STEP,
-        "        self._refuse_failed_collectives()\n        self._gate.check()\n        version",
-        "        self._gate.check()\n        version",
+        "        self._refuse_failed_collectives()\n        self._gate.check()\n",
+        "        self._gate.check()\n",
     ),
     Mutant("changed-is-not-sealed", SEALING, "if sealed and self._written != now:", "if False:"),
-    Mutant(
-        "no-barrier", STEP, "elif not seen_forward or self._explicit_barrier or habits.reseal or (", "elif False and ("
-    ),
-    Mutant("no-barrier-after-late-copies", STEP, " or (copies.in_every_step and not copied):", ":"),
+    Mutant("no-barrier", STEP, "elif self._barrier_is_due(", "elif False and self._barrier_is_due("),
+    Mutant("no-barrier-after-late-copies", STEP, " or late\n", "\n"),
     Mutant("habits-not-compared", STEP, "if divergence_check.is_due(version):", "if False:"),
     Mutant(
         "barrier-is-not-said",

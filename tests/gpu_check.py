@@ -18,8 +18,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 
 from flashrecovery.config import PHASES
 from tests import gpu_elastic
-from tests.gpu_costs import MemoryWatch, Overhead, lost_per_recovery, overhead, used_bytes
+from tests.gpu_costs import HELD_BACK, MemoryWatch, Overhead, lost_per_recovery, overhead, used_bytes
 from tests.gpu_parts import PARTS, PartResult, run_part
 from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
@@ -188,8 +189,10 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResult], cost: Overhead | str | None) -> str:
-    """The report."""
+def markdown(
+    results: list[Result], where: dict[str, Any], parts: list[PartResult], costs: dict[str, Overhead | str]
+) -> str:
+    """The report. ``costs``: of a step, by what the job was."""
     lines = ["# GPU check", "", *(f"* {name}: {value}" for name, value in where.items()), ""]
     if parts:
         lines += ["| part, on one GPU | measured | as it should be |", "|---|---|---|"]
@@ -197,11 +200,15 @@ def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResul
             measured = ", ".join(f"{name} {value:.4g}" for name, value in part.found.items())
             lines.append(f"| {part.name} | {measured or '-'} | {'no: ' + part.problem if part.problem else 'yes'} |")
         lines.append("")
-    if isinstance(cost, Overhead):
-        rates = f"{cost.off:.0f} tokens a second under torchrun, {cost.on:.0f} under `flashrecovery run`"
-        lines += [f"DDP, {cost.ranks} ranks, without a kill: {rates}: steps are {cost.percent:+.2f} % longer.", ""]
-    elif cost is not None:
-        lines += [f"What a step costs could not be measured: {cost}", ""]
+    for name, cost in costs.items():
+        if isinstance(cost, Overhead):
+            rates = f"{cost.off:.0f} tokens a second under torchrun, {cost.on:.0f} under `flashrecovery run`"
+            lines += [
+                f"{name}, {cost.ranks} ranks, without a kill: {rates}: steps are {cost.percent:+.2f} % longer.",
+                "",
+            ]
+        else:
+            lines += [f"{name}: what a step costs could not be measured: {cost}", ""]
     lines += ["Medians of the recoveries, in seconds.", ""]
     head = ["layout", "ranks", "kills", "recoveries", "total", "worst", *PHASE_NAMES, "MB lost a recovery", "same bits"]
     lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -214,6 +221,13 @@ def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResul
     for r in results:
         lines += [""] + [f"* {r.layout}: {text}" for text in r.found] if r.found else []
     return "\n".join(lines) + "\n"
+
+
+COSTS: dict[str, Callable[[Path, int, Sequence[str]], Overhead]] = {
+    "DDP": overhead,
+    "DDP, fused optimizer": partial(overhead, path=HELD_BACK),
+    "DDP, fused optimizer, `barrier: auto`": partial(overhead, path=HELD_BACK, barrier="auto"),
+}
 
 
 def main() -> int:
@@ -236,11 +250,11 @@ def main() -> int:
     results: list[Result] = []
     until = time.monotonic() + 60 * args.minutes
     parts: list[PartResult] = []
-    cost: Overhead | str | None = None
+    costs: dict[str, Overhead | str] = {}
 
     def write() -> None:
-        (args.out / "report.md").write_text(markdown(results, where, parts, cost))
-        measured = asdict(cost) if isinstance(cost, Overhead) else cost
+        (args.out / "report.md").write_text(markdown(results, where, parts, costs))
+        measured = {name: asdict(cost) if isinstance(cost, Overhead) else cost for name, cost in costs.items()}
         found = {"machine": where, "parts": [asdict(p) for p in parts], "overhead": measured}
         found["results"] = [asdict(r) for r in results]
         (args.out / "report.json").write_text(json.dumps(found))
@@ -251,12 +265,13 @@ def main() -> int:
         write()
     if not args.no_overhead:
         ranks = min(gpus, 4) or 2  # ranks that share a GPU take turns, which says nothing of a step
-        try:
-            cost = overhead(args.out, ranks, REAL if gpus else SMALL[:5])
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            cost = str(error)
-        print(f"overhead: {cost}", flush=True)
-        write()
+        for name, measure in COSTS.items():
+            try:
+                costs[name] = measure(args.out, ranks, REAL if gpus else SMALL[:5])
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                costs[name] = str(error)
+            print(f"overhead, {name}: {costs[name]}", flush=True)
+            write()
     for name in args.layouts:
         layout = LAYOUTS[name]
         package = NEEDS.get(layout.script)
@@ -281,7 +296,7 @@ def main() -> int:
             print(verdict(results[-1]), flush=True)
             write()
     print(f"{args.out}/report.md")
-    if isinstance(cost, str):
+    if any(isinstance(cost, str) for cost in costs.values()):
         return 1
     return 1 if not (results or parts) or any(r.found for r in results) or any(p.problem for p in parts) else 0
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.jobs import DDP, GPT, Layout, run_job
+from tests.support.jobs import DDP, GPT, ROOT, Layout, run_job
 
 Sample = tuple[float, int]
 """Seconds since the epoch, and bytes of all GPUs that are taken."""
@@ -90,9 +90,16 @@ class Overhead:
         return 100.0 * (self.off / self.on - 1.0)
 
 
-def overhead(directory: Path, ranks: int, model: Sequence[str]) -> Overhead:
-    """Turn by turn. ``model``: flags of the example that say its size. Raises RuntimeError if a run has failed."""
-    script, flags = str(GPT / DDP.script), [*model, "--steps", str(_STEPS)]
+HELD_BACK = ROOT / "tests" / "scripts" / "held_back.py"
+"""DDP with a fused optimizer."""
+
+
+def overhead(
+    directory: Path, ranks: int, model: Sequence[str], path: Path = GPT / DDP.script, barrier: str = "host"
+) -> Overhead:
+    """Turn by turn. ``model``: flags of the example at ``path`` that say its size. Raises RuntimeError if a run has
+    failed."""
+    script, flags, config = str(path), [*model, "--steps", str(_STEPS)], {"barrier": barrier}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     seen: dict[str, list[float]] = {"off": [], "on": []}
     for turn in range(_ROUNDS):
@@ -101,7 +108,8 @@ def overhead(directory: Path, ranks: int, model: Sequence[str]) -> Overhead:
             raise RuntimeError(f"torchrun has ended with {done.returncode}: {done.stderr[-500:]}")
         seen["off"] += rates(done.stdout)
         layout = Layout("overhead", DDP.script, nproc=ranks)
-        job = run_job(directory / f"on{turn}", layout, timeout_s=_RUN_S, standby=0, script=Path(script), flags=flags)
+        run = directory / f"{path.stem}-{barrier}{turn}"
+        job = run_job(run, layout, timeout_s=_RUN_S, standby=0, script=path, flags=flags, config=config)
         if job.code:
             raise RuntimeError(f"the job has ended with {job.code}: {job.output[-500:]}")
         seen["on"] += rates(job.output)

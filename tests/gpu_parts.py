@@ -27,6 +27,7 @@ from flashrecovery import groups
 from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.errors import DrainError
+from flashrecovery.groups.accelerator import accelerator
 from flashrecovery.health.gpu_processes import GpuProcesses
 from flashrecovery.redundancy.memory.flat_buffer import Layout, Slot
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
@@ -36,6 +37,7 @@ from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.worker.control.device_sync import DeviceClock
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
+from flashrecovery.worker.step.device_barrier import DeviceBarrier
 from tests.support.groups_ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -399,6 +401,56 @@ def nccl_groups(gpu: Gpu) -> Found:
     }
 
 
+def held_back(gpu: Gpu) -> Found:
+    """Row 26: the stream waits for the host's word and the flag arrives, real fused optimizers do nothing with it, also
+    with torn gradients; how long the launch takes, and how long the kernels need from the word on."""
+    launches, ends = [], []
+    for kind, options in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adagrad, {}),
+    ):
+        parameters = [
+            torch.nn.Parameter(torch.linspace(-1, 1, size, device=gpu.device)) for size in (1000, gpu.copied >> 4)
+        ]
+        optimizer = kind(parameters, lr=0.1, fused=True, **options)
+        told: list[str] = []
+        barrier = DeviceBarrier(told.append, on=True)
+        optimizer.register_step_pre_hook(lambda *_: None)  # where an adapter has its own
+        optimizer.register_step_post_hook(lambda *_: None)
+        for void, gradient in ((None, 1.0), (True, 1.0), (True, float("nan")), (False, 1.0)):
+            before = _content(optimizer)
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, gradient)
+            if void is None:
+                optimizer.step()  # makes the state
+                continue
+            assert barrier.guards(optimizer), told
+            barrier.begin(optimizer)
+            began = time.monotonic()
+            optimizer.step()
+            launches.append(time.monotonic() - began)
+            barrier.wait()
+            began = time.monotonic()
+            barrier.end(void=void)
+            mark = accelerator().mark(torch.device(gpu.device))
+            while not mark.done():
+                pass
+            ends.append(time.monotonic() - began)
+            same = all(map(torch.equal, before, _content(optimizer)))
+            assert same is void, (
+                f"{kind.__name__}: {'a void step has changed' if void else 'a step has not changed'} it"
+            )
+    return {"launch_s": statistics.median(launches), "let_go_s": statistics.median(ends)}
+
+
+def _content(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [value for parameter in parameters for value in optimizer.state[parameter].values()]
+    return [tensor.detach().clone() for tensor in (*parameters, *states)]
+
+
 def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
     """Each word with the one before it."""
     return list(zip(words[1:], words, strict=False))
@@ -413,6 +465,7 @@ PARTS: dict[str, Callable[[Gpu], Found]] = {
     "standby context": standby_context,
     "control groups": control_groups,
     "nccl groups": nccl_groups,
+    "held back": held_back,
 }
 FORKING = frozenset({"control groups", "nccl groups"})
 """Their ranks are forked from this process, which must not have begun to use CUDA."""

@@ -321,6 +321,12 @@ class Settings(_Model):
     pre_step_copy: Literal["auto", "always", "never"] = Field(
         "auto", description="whether each step first copies the rank's own state"
     )
+    barrier: Literal["host", "auto"] = Field(
+        "host",
+        description="who waits for whole gradients before the optimizer changes the state, with GPUs; host: the host, "
+        "before it launches the optimizer; auto: the device, where a fused optimizer of torch has been seen to do "
+        "nothing when its flag is set (gpu.md)",
+    )
     gpu_domain: int | None = Field(
         None,
         ge=1,

@@ -166,6 +166,12 @@ class NoticeKind(_Word):
 
     Do: if it happens often, look for a stalled host or network, or raise the deadline that the text names.
     """
+    BARRIER = "barrier"
+    """With `barrier: auto`: whether the host or the device waits for whole gradients before an optimizer changes the
+    state, and why; see gpu.md#the-barrier.
+
+    Do: to have the device wait, use a fused optimizer of torch (`fused=True`), if the text says that it is not one.
+    """
     POST_STEP_CODE_SKIPPED = "post_step_code_skipped"
     """A rank died between its `with step:` block and the next step. The text says which code its replacement skips.
 

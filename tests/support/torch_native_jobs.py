@@ -186,8 +186,11 @@ class CountingHooks:
     def synchronising(self) -> None:
         self.moments.append("synchronising")
 
-    def mutating(self) -> None:
+    def mutating(self, by: torch.optim.Optimizer | None = None) -> None:
         self.moments.append("mutating")
+
+    def launched(self) -> None:
+        """It has been."""
 
     def mutated(self) -> None:
         self.moments.append("mutated")

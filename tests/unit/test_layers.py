@@ -155,7 +155,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "service",
     ),
     "plan": (
-        "checkpoint_interval membership model_state ownership pacing quiet_abort transitions words",
+        "checkpoint_interval device_barrier membership model_state ownership pacing quiet_abort transitions words",
         "divergence elastic estimates hang reshard restore",
         "parity strategy",
     ),

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from flashrecovery.adapter import fsdp2_state
 from flashrecovery.adapter.base import _LOOKS, TorchAdapter
@@ -66,10 +66,13 @@ class Recorder:
     def synchronising(self) -> None:
         self.moments.append("synchronising")
 
-    def mutating(self) -> None:
+    def mutating(self, by: Optimizer | None = None) -> None:
         if self.interrupt:
             raise StepInterrupted
         self.moments.append("mutating")
+
+    def launched(self) -> None:
+        """It has been."""
 
     def mutated(self) -> None:
         self.moments.append("mutated")
@@ -657,6 +660,35 @@ def test_an_interrupt_leaves_the_parameters_alone() -> None:
     with pytest.raises(StepInterrupted):
         train(model, optimizer)
     assert same(content(adapter), before)
+
+
+def test_an_interrupted_step_leaves_nothing_of_a_grad_scaler_on_its_optimizer() -> None:
+    """With a fused optimizer the scaler multiplies its scale by what it finds there, and deletes it after the step."""
+
+    def trained(*, interrupted: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = Adam(model.parameters(), fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        adapter, recorder = PlainAdapter(model, [optimizer]), Recorder()
+        adapter.watch(recorder)
+        for attempt in range(3):
+            recorder.interrupt = interrupted and attempt == 1
+            for _ in range(1 + recorder.interrupt):
+                optimizer.zero_grad()
+                scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+                try:
+                    scaler.step(optimizer)
+                except StepInterrupted:
+                    recorder.interrupt = False
+                    adapter.reset()
+                    continue
+                scaler.update()
+        assert not {"grad_scale", "found_inf"} & {*vars(optimizer)}
+        return [parameter.detach() for parameter in model.parameters()]
+
+    plain, redone = trained(interrupted=False), trained(interrupted=True)
+    assert all(map(torch.equal, plain, redone))
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])

@@ -61,8 +61,9 @@ class Step:
         monkeypatch.setattr(divergence_check, "is_due", lambda version: compares)
         monkeypatch.setattr(divergence_check, "compare_habits", self._compare)
         self.learned = False
+        barrier = MagicMock(holding=False)
         self.transaction = Transaction(
-            self.worker, self.copies, self.sealing, self.touches, self.collectives, proving, self.stops
+            self.worker, self.copies, self.sealing, self.touches, self.collectives, proving, self.stops, barrier
         )
         self.transaction.begin()
 

@@ -34,6 +34,8 @@ from flashrecovery.adapter.optimizer_state import (
     check_optimizers,
     check_state,
     restore_hyperparameters,
+    restore_scaling,
+    scaling_of,
 )
 from flashrecovery.adapter.parts import is_composite, refuse_odd
 from flashrecovery.adapter.placement import like_placed, local_tensor, zeros_backed_by_pages
@@ -85,6 +87,7 @@ class TorchAdapter(InspectableAdapter):
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}  # outputs that are there still, by id()
         self._stepped: set[int] = set()
+        self._scaling: list[dict[str, Any]] = []  # of each optimizer, when the forward pass was over
         self._seen_tensors = TensorTable(())
         self._seen_states: list[int] = []
         self._looks = 0
@@ -208,6 +211,7 @@ class TorchAdapter(InspectableAdapter):
             self._hooks.evaluated()
             return
         self._stepped.clear()
+        self._scaling = [scaling_of(optimizer) for optimizer in self.optimizers]
         self._hooks.sealed()
         if self._synchronises():
             self._hooks.synchronising()
@@ -253,11 +257,13 @@ class TorchAdapter(InspectableAdapter):
         if self._hooks is not None:
             self._gradients_ready()
             with self._modes.again():
-                self._hooks.mutating()
+                self._hooks.mutating(None if self.whole_framework else optimizer)
 
     def _after_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if is_made_by_step():
             return
+        if self._hooks is not None:
+            self._hooks.launched()
         self._stepped.add(id(optimizer))
         self._gradients.stepped()
         if not self._parameters_checked:
@@ -271,6 +277,8 @@ class TorchAdapter(InspectableAdapter):
 
     def reset(self) -> None:
         self._stepped.clear()
+        for optimizer, scaling in zip(self.optimizers, self._scaling, strict=False):
+            restore_scaling(optimizer, scaling)
         self._fault_in_optimizer.disarm()
         self._reset_framework()
         self._drop_gradients()

@@ -24,6 +24,22 @@ HOST, DEVICE, PLACED = "host", "device", "placed"
 _SCALARS = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
+_SCALING = ("grad_scale", "found_inf")
+
+
+def scaling_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What a GradScaler gives a fused optimizer as attributes for the time of one step."""
+    return {name: value for name in _SCALING if (value := vars(optimizer).get(name)) is not None}
+
+
+def restore_scaling(optimizer: Optimizer, scaling: dict[str, Any]) -> None:
+    """Put :func:`scaling_of` back. A step that is interrupted leaves the scaler's there, and the scaler would multiply
+    its next scale by that one (``torch.amp.GradScaler.step``)."""
+    for name in _SCALING:
+        vars(optimizer).pop(name, None)
+    vars(optimizer).update(scaling)
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor]) -> None:
     """Refuse what cannot be protected.
 

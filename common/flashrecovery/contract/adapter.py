@@ -6,7 +6,8 @@ regrouping, transfers, digests, data rollback) is the core's.
 
 The moments of a step, in order, as an adapter reports them through :class:`StepHooks`::
 
-    begin (core)  forward ...  sealed()  synchronising()  gradient sync  mutating()  optimizer  mutated()  commit (core)
+    begin (core)  forward ...  sealed()  synchronising()  gradient sync  mutating()  optimizer  launched()  mutated()
+    commit (core)
 
 ``sealed`` and ``synchronising`` must come before this rank's *last* contribution to the gradient synchronisation:
 a rank that leaves that synchronisation then knows that every rank has sealed, and has its copies. That is the barrier
@@ -26,6 +27,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
+
+from torch.optim import Optimizer
 
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.shard import Shard
@@ -48,8 +51,14 @@ class StepHooks(Protocol):
         """This rank's last contribution to the gradient synchronisation may follow. Returns when the copies of
         version i are complete. May come several times; the first counts."""
 
-    def mutating(self) -> None:
-        """Gradients are synchronised; the first mutation follows. Raises StepInterrupted if the step was stopped."""
+    def mutating(self, by: Optimizer | None = None) -> None:
+        """The first mutation follows, and what has been queued on the device before it synchronises the gradients.
+        Raises StepInterrupted if the step was stopped. ``by``: only this optimizer changes the state until
+        :meth:`launched` is called."""
+
+    def launched(self) -> None:
+        """The step of the optimizer that :meth:`mutating` was given has been launched. Raises StepInterrupted if the
+        step was stopped before the gradients were whole; then nothing has been changed."""
 
     def mutated(self) -> None:
         """All parameters and optimizer states of this rank now have version i+1."""

@@ -7,10 +7,22 @@ use, and nothing of this costs anything.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Protocol
 
 import torch
+
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.groups import native_build
+
+PATIENCE_S = 5.0
+"""How long a hold may last (:class:`StreamHold`). A host that has waited so long for its peers loses nothing but the
+launches of one optimizer step, which it does again."""
+
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ (cuda.h), in cyclic order
 
 
 class DeviceMark(Protocol):
@@ -28,6 +40,30 @@ class SideStream(Protocol):
 
     def mark(self) -> DeviceMark:
         """Behind everything that has been queued on it."""
+
+
+class StreamHold(Protocol):
+    """Holds back what is queued on a stream, until the host says whether it is to count.
+
+    Attributes:
+        flag: float32, no dimension, on the device. For what is queued behind :meth:`hold`: 1 if it is void, else 0.
+    """
+
+    flag: torch.Tensor
+
+    def hold(self) -> None:
+        """What is queued on the calling thread's current stream from here on waits for :meth:`let_go`."""
+
+    def wait(self) -> None:
+        """Wait until everything that was queued on that stream before :meth:`hold` has happened. RuntimeError: the
+        device fails."""
+
+    def let_go(self, *, void: bool) -> bool:
+        """What is held back happens, with the flag set if ``void``. False: a hold that nothing has ended for
+        :data:`PATIENCE_S` has ended by itself, as void. It does that for a host that waits for the stream itself."""
+
+    def mark(self) -> DeviceMark:
+        """Behind what has been queued on that stream since."""
 
 
 class Accelerator(Protocol):
@@ -54,6 +90,9 @@ class Accelerator(Protocol):
 
     def mark(self, device: torch.device) -> DeviceMark:
         """Behind everything that is queued on the calling thread's current stream of ``device``."""
+
+    def stream_hold(self, device: torch.device) -> StreamHold:
+        """A new one, of the calling thread's device. Raises UnsupportedError, by name."""
 
     def free_bytes(self) -> int:
         """Bytes of the current device's memory that neither this process nor another one has taken from the driver."""
@@ -91,6 +130,62 @@ class CudaMark:
         return bool(self._event.query())
 
 
+class CudaHold:
+    """The stream waits for a word of page-locked memory of the host (a stream memory operation of the driver's)."""
+
+    def __init__(self, device: torch.device) -> None:
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+            raise UnsupportedError("with CUDA_LAUNCH_BLOCKING each launch waits for its kernel")
+        self._device = device
+        self._words = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._host_flag = self._words[1:].view(torch.float32).reshape(())
+        self.flag = torch.zeros((), device=device)
+        self._native = native_build.native()
+        self._hold = self._native.stream_hold(self._words.data_ptr(), timedelta(seconds=PATIENCE_S))
+        self._driver = _driver()
+        self._address = ctypes.c_uint64()
+        host = ctypes.c_void_p(self._words.data_ptr())
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(self._address), host, 0)
+        self._before = torch.cuda.Event()
+        self._stream = torch.cuda.current_stream(device)
+
+    def hold(self) -> None:
+        self._stream = torch.cuda.current_stream(self._device)
+        self._before.record(self._stream)
+        number = self._native.stream_hold_begin(self._hold)
+        try:
+            stream = ctypes.c_void_p(self._stream.cuda_stream)
+            self._call("cuStreamWaitValue32_v2", stream, self._address, ctypes.c_uint32(number), _AT_LEAST)
+            self.flag.copy_(self._host_flag, non_blocking=True)
+        except (RuntimeError, UnsupportedError):
+            self.let_go(void=True)
+            raise
+
+    def wait(self) -> None:
+        self._before.synchronize()
+
+    def let_go(self, *, void: bool) -> bool:
+        return bool(self._native.stream_hold_end(self._hold, void))
+
+    def mark(self) -> DeviceMark:
+        return CudaMark(self._stream.record_event())
+
+    def _call(self, name: str, *arguments: object) -> None:
+        function = getattr(self._driver, name, None)
+        if function is None:
+            raise UnsupportedError(f"the driver has no {name}")
+        if (code := function(*arguments)) != 0:
+            raise UnsupportedError(f"{name} gave error {code}")
+
+
+def _driver() -> ctypes.CDLL:
+    """Raises UnsupportedError."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise UnsupportedError(f"the driver cannot be called: {error}") from error
+
+
 class Cuda:
     """NVIDIA GPUs, through torch."""
 
@@ -114,6 +209,9 @@ class Cuda:
 
     def mark(self, device: torch.device) -> DeviceMark:
         return CudaMark(torch.cuda.current_stream(device).record_event())
+
+    def stream_hold(self, device: torch.device) -> StreamHold:
+        return CudaHold(device)
 
     def free_bytes(self) -> int:
         free, _total = torch.cuda.mem_get_info()

@@ -51,6 +51,7 @@ from flashrecovery.worker.script_text.script_frames import check_loop, texts_of
 from flashrecovery.worker.step import activation_release, compilation
 from flashrecovery.worker.step import post_step_code as below
 from flashrecovery.worker.step.collectives import CollectiveWatch
+from flashrecovery.worker.step.device_barrier import DeviceBarrier
 from flashrecovery.worker.step.discarded_run import DiscardedRun
 from flashrecovery.worker.step.sealing import Sealing
 from flashrecovery.worker.step.transaction import Transaction
@@ -108,8 +109,9 @@ class Loop:
         self._touches = EarlyWriteDetector(worker.registry)
         for stream in worker.registry.streams if own_calls else ():
             stream.leave_samplers()
+        barrier = DeviceBarrier(self._tell_barrier, on=worker.settings.barrier == "auto")
         self._step = Transaction(
-            worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
+            worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops, barrier
         )
         self._recoverer = RecoveryExecutor(worker, self)
         self._rules: list[StepRules] = []
@@ -207,6 +209,11 @@ class Loop:
         """How often the communication of this process has been abandoned."""
         return groups.abandonment_count()
 
+    def _tell_barrier(self, text: str) -> None:
+        """What is done before an optimizer's step is alike on all ranks, as far as can be said."""
+        if self._worker.rank == 0:
+            self._worker.notice(NoticeKind.BARRIER, text, step=self._gate.version)
+
     def not_saved(self, text: str) -> None:
         """Tell that something was not written."""
         below = self._gate.outside and not self.void
@@ -283,6 +290,8 @@ class Loop:
     def end(self, error: BaseException | None) -> bool:
         """Commit, or recover. Returns True if ``error`` was only the consequence of a stop."""
         self._worker.unwinding.over()
+        if error is not None:
+            self._step.unwound()
         try:
             return self._end(error)
         finally:

@@ -17,12 +17,14 @@ import torch
 
 from flashrecovery.agent.processes import gpu_fence
 from flashrecovery.agent.processes.gpu_fence import GpuFence
-from flashrecovery.groups import accelerator
+from flashrecovery.groups import accelerator, native_build
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.worker.control.device_sync import DeviceClock
 from tests import gpu_check, gpu_parts
 from tests.gpu_parts import Gpu
 from tests.support import fake_nccl
+from tests.support.fake_nccl import held_back
+from tests.support.fake_nccl.held_back import FakeHold
 
 TOTAL, CONTEXT = 80 << 30, 512 << 20
 TAKES = "import os, pathlib; pathlib.Path({folder!r}, str(os.getpid())).write_text({nbytes!r})\n"
@@ -206,6 +208,20 @@ def test_nccl_groups(gpu: StandIn) -> None:
     fake_nccl.build()
     found = gpu_parts.nccl_groups(gpu)
     assert found["abort_s"] < 20 and 0 < found["attach_median_s"] <= found["attach_s"] < 60
+
+
+def test_held_back(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nccl.build()
+    for name in held_back.PATCHED:
+        monkeypatch.setattr(torch, name, getattr(torch, name))
+    module = native_build.load(fake_nccl.EXTENSION)
+    held_back.queue_kernels(module)
+    device = fake_nccl.FakeDevice(module)
+    accelerator.use(device)
+    assert gpu_parts.held_back(gpu)["let_go_s"] > 0
+    monkeypatch.setattr(FakeHold, "let_go", lambda self, *, void, let_go=FakeHold.let_go: let_go(self, void=False))
+    fails(gpu_parts.held_back, gpu, "the flag does not come to the device")
+    module.run_ahead(False)
 
 
 def test_what_a_parts_process_says() -> None:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from flashrecovery.groups import accelerator, native_build, torch_private
 from flashrecovery.groups.accelerator import DeviceMark
 from flashrecovery.groups.torch_private import GroupRequest, PrefixStore, Store, TCPStore
+from tests.support.fake_nccl.held_back import FakeHold, queue_kernels
 
-_EXTENSION = native_build.Extension(
+EXTENSION = native_build.Extension(
     Path(__file__).parent, "flashrecovery_fake_nccl", "fake NCCL for tests", headers=(native_build.BACKEND.sources,)
 )
 _CONNECT = datetime.timedelta(minutes=5)  # a real ncclCommInitRank has no time-out that we could set
@@ -88,6 +89,7 @@ class FakeDevice:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._held_back: FakeHold | None = None
 
     def in_use(self) -> bool:
         return True
@@ -96,12 +98,20 @@ class FakeDevice:
         return torch.device("cpu")
 
     def synchronize_stream(self) -> None:
-        """The host *is* the stream: it waits in the operations themselves."""
-        self._module.check()
+        """The host *is* the stream: it waits in the operations themselves, where it does not run ahead."""
+        self._module.catch_up()
 
     def synchronize(self, device: torch.device | None = None) -> None:
         """All streams."""
+        if self._held_back is not None:
+            self._held_back.drain()
         self._module.synchronize()
+
+    def stream_hold(self, device: torch.device) -> FakeHold:
+        """From now on the host runs ahead."""
+        self._module.run_ahead(True)
+        self._held_back = FakeHold(self._module)
+        return self._held_back
 
     def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
         """What torch has allocated itself. What was made of bytes, or maps memory, plays the host's: rank-local states,
@@ -169,12 +179,12 @@ def _catch_up_while_recording(module: Any) -> None:
 
 def build() -> None:
     """Compile it, if need be; ranks with a deadline should not have to."""
-    native_build.build(extension=_EXTENSION)
+    native_build.build(extension=EXTENSION)
 
 
 def install() -> Any:
     """From now on in this process; returns the extension."""
-    module = native_build.load(_EXTENSION)
+    module = native_build.load(EXTENSION)
 
     def nccl_backend(store: Store, request: GroupRequest, timeout: datetime.timedelta, device: Any) -> Any:
         roots: list[TCPStore] = []
@@ -210,5 +220,6 @@ def install() -> Any:
     _catch_up_while_recording(module)
     for name in _collectives():
         _catch_up_after(name, module)
+    queue_kernels(module)
     accelerator.use(FakeDevice(module))
     return module

@@ -66,6 +66,10 @@ struct Event {
     Sticky::check();
     return std::all_of(behind.begin(), behind.end(), [](const auto& launch) { return launch->done(); });
   }
+  void wait() const {
+    for (const auto& launch : behind) launch->wait();
+    Sticky::check();
+  }
 };
 
 // What a Work of ProcessGroupNCCL2 sees of its backend, to which it has a bare pointer (nccl2/WorkNCCL.cpp, checkStatus).
@@ -77,6 +81,25 @@ struct Owner {
 };
 using OwnerPtr = std::shared_ptr<Owner>;
 
+// Synchronous operations of this thread: they are on the current stream, which the host plays. It catches up when it has
+// left the call; within it, it is launching (`catch_up`, called by the Python side). Only where the product reads the
+// outputs within the call, which on a real device waits for them, it has to catch up at once.
+//
+// While it runs `ahead`, it does not stop for a Work that it waits for, either: on a device that orders streams, and a
+// future of torch's is complete as soon as its operation is launched. Then it catches up at its next synchronous
+// operation, where it is asked to, or never: what is queued behind a hold comes after what is taken here.
+struct CurrentStream {
+  static inline std::atomic<bool> atOnce{false}, ahead{false};
+  static std::vector<LaunchPtr>& mine() {
+    static thread_local std::vector<LaunchPtr> behind;
+    return behind;
+  }
+  static void catchUp() {
+    for (auto& launch : std::exchange(mine(), {})) launch->wait();
+    Sticky::check();
+  }
+};
+
 // The Work of ProcessGroupNCCL orders streams (WorkNCCL::synchronizeStream); it never throws because of an abort. The
 // host plays the current stream here, so waiting for its turn is waiting. With an `owner` it is one of ProcessGroupNCCL2,
 // which throws once its communicator has failed or was aborted.
@@ -87,7 +110,10 @@ class FakeWork final : public c10d::Work {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
     auto future = future_;
     auto outs = outputs_;
-    if (launch_) launch_->whenDone([future, outs] { future->markCompleted(c10::IValue(outs)); });
+    if (launch_ && CurrentStream::ahead)
+      future->markCompleted(c10::IValue(outs));
+    else if (launch_)
+      launch_->whenDone([future, outs] { future->markCompleted(c10::IValue(outs)); });
   }
   bool isCompleted() override {
     if (owner_) owner_->check();
@@ -105,6 +131,8 @@ class FakeWork final : public c10d::Work {
     if (!launch_) return;
     if (const auto& stream = Stream::current())
       stream->follow(launch_);
+    else if (CurrentStream::ahead)
+      CurrentStream::mine().push_back(launch_);
     else
       launch_->wait();
   }
@@ -121,21 +149,6 @@ class FakeWork final : public c10d::Work {
   LaunchPtr launch_;  // null: of a group that has not ended
   const OwnerPtr owner_;
   FuturePtr future_;
-};
-
-// Synchronous operations of this thread: they are on the current stream, which the host plays. It catches up when it has
-// left the call; within it, it is launching (`catch_up`, called by the Python side). Only where the product reads the
-// outputs within the call, which on a real device waits for them, it has to catch up at once.
-struct CurrentStream {
-  static inline std::atomic<bool> atOnce{false};
-  static std::vector<LaunchPtr>& mine() {
-    static thread_local std::vector<LaunchPtr> behind;
-    return behind;
-  }
-  static void catchUp() {
-    for (auto& launch : std::exchange(mine(), {})) launch->wait();
-    Sticky::check();
-  }
 };
 
 // All communicators of the process, for who waits for the whole device.
@@ -358,7 +371,10 @@ class FakeNccl final : public Backend {
       Communicator::Launching here(*on);
       on->enqueue(launched);
     }
-    if (asyncOp || owner_) return work(type, outputs, launched);
+    if (asyncOp || owner_) {
+      if (CurrentStream::ahead) CurrentStream::mine().push_back(launched);  // who waits for its future says nothing
+      return work(type, outputs, launched);
+    }
     CurrentStream::mine().push_back(std::move(launched));
     if (CurrentStream::atOnce) CurrentStream::catchUp();
     return WorkPtr();
@@ -426,7 +442,7 @@ Connect unlocked(py::function connect) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace fake_nccl;
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<Event>(m, "Event").def("done", &Event::done);
+  py::class_<Event>(m, "Event").def("done", &Event::done).def("wait", &Event::wait, NoGil());
   py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream")
       .def(py::init<>())
       .def("mark", [](Stream& stream) { return Event{stream.behind()}; });
@@ -445,6 +461,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("connected", [](const BackendPtr& b) { return dynamic_cast<FakeNccl&>(*b).connected(); });
   m.def("catch_up", &CurrentStream::catchUp, NoGil());
   m.def("catch_up_at_once", [](bool on) { CurrentStream::atOnce = on; });
+  m.def("run_ahead", [](bool on) { CurrentStream::ahead = on; });
+  m.def("take_behind", [] { return Event{std::exchange(CurrentStream::mine(), {})}; });
   m.def("break_network", [] {
     for (const auto& communicator : Device::instance().all()) communicator->breakNetwork();
   });

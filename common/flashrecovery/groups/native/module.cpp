@@ -15,6 +15,7 @@
 #include "glance.h"
 #include "sparse_backend.h"
 #include "store.h"
+#include "stream_hold.h"
 #include "tables.h"
 #include "termination.h"
 #include "thread_states.h"
@@ -236,6 +237,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("failures", [] { return failureCount().load(); });
   m.def("raised", [] { return raisedCount().load(); });
   m.def("set_hook", &setHook);
+  m.def("stream_hold", [](uintptr_t words, Millis patience) { return kept(new StreamHold(words, patience)); });
+  m.def("stream_hold_begin", [](const py::capsule& hold) { return of<StreamHold>(hold).hold(); });
+  m.def("stream_hold_end", [](const py::capsule& hold, bool isVoid) { return of<StreamHold>(hold).letGo(isVoid); });
   m.def("bury", [](BackendPtr b) { Graveyard::instance().bury(std::move(b)); }, NoGil());
   m.def("wait_buried", [](Millis deadline) { return Graveyard::instance().waitEmpty(deadline); }, NoGil());
 

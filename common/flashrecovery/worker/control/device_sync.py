@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flashrecovery.errors import DrainError
@@ -39,6 +39,11 @@ class DeviceClock:
         if self.runs_behind:
             with self._waiting():
                 accelerator().synchronize_stream()
+
+    def until(self, wait: Callable[[], None]) -> None:
+        """Waits for the device by ``wait``."""
+        with self._waiting():
+            wait()
 
     def before_commit(self) -> None:
         """Waits until everything queued so far, on whatever stream, has happened: what was communicated after the

@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from torch.optim import Optimizer
+
 from flashrecovery.contract.adapter import StepHooks
 
 
@@ -80,9 +82,13 @@ class TimedHooks(StepHooks):
         with self._overhead:
             self._hooks.synchronising()
 
-    def mutating(self) -> None:
+    def mutating(self, by: Optimizer | None = None) -> None:
         with self._overhead:
-            self._hooks.mutating()
+            self._hooks.mutating(by)
+
+    def launched(self) -> None:
+        with self._overhead:
+            self._hooks.launched()
 
     def mutated(self) -> None:
         with self._overhead:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from flashrecovery import groups
 from flashrecovery.contract.adapter import StepHooks
 from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedError
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.device_barrier import StepFacts, step_needs_host
 from flashrecovery.plan.words import shortened
 from flashrecovery.worker.consistency import divergence_check
 from flashrecovery.worker.consistency.divergence_check import DivergenceCheck
@@ -27,6 +29,7 @@ from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.replication.policy import anywhere
 from flashrecovery.worker.reshard.elastic_checks import refuse_unequal
 from flashrecovery.worker.step.collectives import CollectiveWatch
+from flashrecovery.worker.step.device_barrier import DeviceBarrier
 from flashrecovery.worker.step.sealing import Sealing
 
 _SHOWN = 3
@@ -49,6 +52,7 @@ class Transaction(StepHooks):
         collectives: CollectiveWatch,
         proving: DivergenceCheck,
         stops: InterruptionClassifier,
+        barrier: DeviceBarrier,
     ) -> None:
         self.quiet = True
         self._worker = worker
@@ -61,6 +65,7 @@ class Transaction(StepHooks):
         self._collectives = collectives
         self._proving = proving
         self._stops = stops
+        self._on_device = barrier
         self._hook_fired = self._copied = False
         everywhere = all(len(s.holders) == self._registry.world_size for s in self._registry.tensor_shards())
         self._explicit_barrier = self._needs_barrier(apart=anywhere(not everywhere))
@@ -103,35 +108,81 @@ class Transaction(StepHooks):
             self._copies.wait()
             self._copied = True
 
-    def mutating(self) -> None:
-        """Before the first mutation of a step."""
+    def mutating(self, by: Optimizer | None = None) -> None:
+        """Before the first mutation of a step. That of ``by`` may be launched before the gradients are whole."""
         if self._gate.mutating:
             return
         if not self._gate.in_block:
             raise UnsupportedError("optimizer.step() outside of `with step:`; move it into the block")
+        if self._on_device.holding:
+            self.launched()
+            return
+        if by is not None and self._on_device.guards(by) and not step_needs_host(self._facts()):
+            self._hold_back(by)
+            return
         self._gate.overhead.aside(self._worker.device.before_mutation)
-        self._refuse_failed_collectives()
-        self._gate.check()
+        self._refuse_void()
         version = self._gate.version
         self._worker.faults.hit("optimizer-start", version)
         self._before_mutation(version, seen_forward=self._hook_fired)
         self._collectives.mutation_begins()
         self._gate.mutate()
 
+    def _facts(self) -> StepFacts:
+        """What there is to do before the state of this step may change."""
+        habits = self._habits
+        told = divergence_check.is_due(self._gate.version) or self._proving.due or self._copies.local_states_only
+        return StepFacts(
+            communicates=told or self._barrier_is_due(seen_forward=self._hook_fired, copied=self._copied),
+            touched=habits.touched or self._touches.seen(),
+            known=habits.known,
+        )
+
+    def _hold_back(self, optimizer: Optimizer) -> None:
+        """What follows of the step of ``optimizer`` is queued, and happens when :meth:`launched` says so."""
+        self._refuse_void()
+        version = self._gate.version
+        self._worker.faults.hit("optimizer-start", version)
+        self._before_mutation(version, seen_forward=True, untouched=True)
+        self._on_device.begin(optimizer)
+
+    def launched(self) -> None:
+        """Behind the launches of what is held back: the gradients are whole, and the state changes from here on; or the
+        step does not count, and nothing has changed."""
+        if not self._on_device.holding:
+            return
+        try:
+            self._gate.overhead.aside(lambda: self._worker.device.until(self._on_device.wait))
+            self._refuse_void()
+            self._collectives.mutation_begins()
+            self._gate.mutate()
+        except BaseException:
+            self.unwound()
+            raise
+        self._on_device.end(void=False)
+
+    def unwound(self) -> None:
+        """The body of the step is over, in whichever way. What is still held back does nothing: the tensors have been
+        written to, as their version counters say, and hold what they held."""
+        if self._on_device.holding:
+            self._on_device.end(void=True)
+            self._touches.begin()
+
     def mutated(self) -> None:
         """The optimizers are done; the commit follows at the end of the step."""
 
     # -- before the mutation ----------------------------------------------------------------------
 
-    def _before_mutation(self, version: int, *, seen_forward: bool) -> None:
-        """Everything that must be in place on all ranks before any of them changes its state."""
+    def _before_mutation(self, version: int, *, seen_forward: bool, untouched: bool = False) -> None:
+        """Everything that must be in place on all ranks before any of them changes its state. ``untouched``: this
+        rank's tensors have just been looked at."""
         copies, habits = self._copies, self._habits
         if not seen_forward:
             # The adapter has seen no forward pass: nothing yet says that every rank has come this far.
             self.sealed()
         copied = self._copied
         self.synchronising()
-        touched = self._touches.seen()
+        touched = not untouched and self._touches.seen()
         if touched and not habits.touched:
             habits.hear(TOUCHED)
             where = self._gate.page.step_text(version)
@@ -145,13 +196,18 @@ class Transaction(StepHooks):
         if divergence_check.is_due(version):
             if self._compare_habits():
                 self._seal_more(version + 1, sealed)
-        elif not seen_forward or self._explicit_barrier or habits.reseal or (copies.in_every_step and not copied):
+        elif self._barrier_is_due(seen_forward=seen_forward, copied=copied):
             self._barrier()
         if needs_undo or habits.needs_undo:
             copies.enable_undo(brief=not habits.known)
         else:
             copies.disable_undo()
         copies.before_mutation(version, touched=touched)
+
+    def _barrier_is_due(self, *, seen_forward: bool, copied: bool) -> bool:
+        """``copied``: the gradient synchronisation has begun when the copies were complete."""
+        late = self._copies.in_every_step and not copied
+        return not seen_forward or self._explicit_barrier or self._habits.reseal or late
 
     def _compare_habits(self) -> bool:
         """Compare what the ranks have learned of their steps, which is a barrier, too. Returns whether something
@@ -218,6 +274,7 @@ class Transaction(StepHooks):
         """Tag i+1. ``outside``: the script's own code follows. Raises StepInterrupted if the step is void."""
         gate = self._gate
         version = gate.version
+        self.launched()  # if the script has caught an error of its optimizer
         self._worker.faults.hit("commit", version)
         gate.check()
         if gate.mutating:
@@ -286,6 +343,11 @@ class Transaction(StepHooks):
             raise self._unheard("after its mutation had begun, and the step's body swallowed the error")
         self._gate.torn()
         raise StepInterrupted
+
+    def _refuse_void(self) -> None:
+        """The state may change only if the step counts still."""
+        self._refuse_failed_collectives()
+        self._gate.check()
 
     def _refuse_failed_collectives(self) -> None:
         """A step in which a collective failed is void, also if its body has swallowed the error."""

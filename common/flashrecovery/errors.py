@@ -66,7 +66,7 @@ class UnsupportedError(FlashRecoveryError):
 
 class SetupDiffersError(FlashRecoveryError):
     """The set-up of a replacement makes another collective than that of the dead process made at this place. So it
-    cannot have what the other ranks had sent. The message names both, with their dtypes and shapes.
+    cannot have what the other ranks had sent. The message names both. The job ends at once.
 
     Do: let the set-up make the same collectives in each process, whether or not a file exists already.
     """

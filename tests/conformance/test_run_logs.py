@@ -202,3 +202,4 @@ def test_a_set_up_that_a_file_makes_shorter_is_refused(dtype: str, said: str, tm
     job = run_job(tmp_path / "run", layout, script=script, flags=(str(files), dtype), inject=kill)
     check_fired(job, 1)
     assert job.code != 0 and "SetupDiffersError" in job.output and said in job.output, job.explain()
+    assert [event["kind"] for event in job.of("failure_detected")] == ["killed", "exception"], job.explain()

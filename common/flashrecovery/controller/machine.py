@@ -360,7 +360,7 @@ class Machine:
         elif message.last_words.fatal:
             words = message.last_words
             said = f"rank {record.rank}: {words.exception.rpartition('.')[2]}: {words.message.rstrip('.')}"
-            if words.refused:  # its data has ended: what the ranks hold is right, and is kept
+            if words.refused:  # its data has ended, or its set-up differs: what the ranks hold is right, and is kept
                 self.job.fail(said)
             else:
                 self.job.fail(f"{said}{way_on(self.job, words)}", void=True)

@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from flashrecovery.errors import DataEndedError, DataSourceError, DivergedError, UnsupportedError
+from flashrecovery.errors import DataEndedError, DataSourceError, DivergedError, SetupDiffersError, UnsupportedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import HOW_TO_PROTECT
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -261,9 +261,9 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     groups = sys.modules.get("flashrecovery.groups")
     communication = groups is not None and groups.is_communication_error(error)
-    fatal = isinstance(error, (DivergedError, DataEndedError))
+    fatal = isinstance(error, (DivergedError, DataEndedError, SetupDiffersError))
     follows = groups is not None and groups.follows_communication_error(error)
-    refused = isinstance(error, (UnsupportedError, DataSourceError)) and not follows
+    refused = isinstance(error, (UnsupportedError, DataSourceError, SetupDiffersError)) and not follows
     message = str(error)[:4000]
     device = "" if groups is None else groups.lost_context()
     words = pb.LastWords(

@@ -2,12 +2,16 @@
 DDP's buckets, so that nothing on the host reads them before the optimizer does.
 
 ``--optimizer``: adamw, adam, sgd (with momentum), adagrad; ``plain``: AdamW that is not fused. ``--scaler``: a
-GradScaler, with one step that overflows on all ranks (``--overflow STEP``).
+GradScaler, with one step that overflows on all ranks (``--overflow STEP``). ``--dies RANK:STEP``: the rank's first
+process is killed before its backward pass, when all others have launched their optimizers.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ def main() -> None:
     flags.add_argument("--optimizer", choices=KINDS, default="adamw")
     flags.add_argument("--scaler", action="store_true")
     flags.add_argument("--overflow", type=int, default=-1)
+    flags.add_argument("--dies", default="")
     args = flags.parse_args()
     device = training.start_process_group()
     recovery = flashrecovery.init()
@@ -53,6 +58,9 @@ def main() -> None:
             x, y = next(data)
             loss = model(x.to(device), y.to(device))
             optimizer.zero_grad()
+            if args.dies == f"{dist.get_rank()}:{step.index}" and os.environ.get("FLASHRECOVERY_GENERATION") == "0":
+                time.sleep(1.0)
+                os.kill(os.getpid(), signal.SIGKILL)
             scaler.scale(loss * (float("inf") if step.index == args.overflow else 1.0)).backward()
             scaler.step(optimizer)
             scaler.update()

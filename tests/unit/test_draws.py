@@ -17,10 +17,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
 from flashrecovery.worker.data import draws
-from flashrecovery.worker.data.draws import Draws
+from flashrecovery.worker.data.draws import Draws, DrawsWatch
 from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.own_loops.loop_data import LoopData
+from flashrecovery.worker.startup.import_time_hooks import count_and_renew_workers
 
 STREAMS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.rand(7),
@@ -28,6 +29,23 @@ STREAMS: dict[str, Callable[[], object]] = {
     "numpy": lambda: np.random.rand(3),
 }
 """What training draws from a stream."""
+
+
+def test_a_loader_that_is_begun_within_a_fetch_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sampler may draw its seed in the next one."""
+    monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)  # put back afterwards
+    count_and_renew_workers(torch.utils.data.dataloader)
+    watch, loader = DrawsWatch(), DataLoader([1, 2])  # type: ignore[arg-type]
+
+    def follows(*, begins: bool) -> bool:
+        found = RngState.now()
+        iter(loader)  # between two fetches
+        with watch.fetching():
+            if begins:
+                iter(loader)
+        return watch.noted(Draws(), 0, found, "digest").follows
+
+    assert [follows(begins=True), follows(begins=False)] == [True, False]
 
 
 def orders(shuffled: Callable[[int], list[int]]) -> Callable[[], Iterator[torch.Tensor]]:

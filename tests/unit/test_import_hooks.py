@@ -81,10 +81,11 @@ def test_each_iteration_has_new_workers(first: str) -> None:
         "    iterator = iter(loader)\n"
         "    return iterator._workers[0].pid, [b.tolist() for b in iterator], torch.rand(1).item()\n"
         "one, other = drawn(), drawn()\n"
-        "print(one[0] != other[0], one[1:] == other[1:], one[1])\n"
+        "from flashrecovery.worker.data.loader_iterations import ITERATIONS\n"
+        "print(one[0] != other[0], one[1:] == other[1:], one[1], ITERATIONS.begun)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "True True [[0, 1], [2, 3]]\n", done
+    assert done.stdout == "True True [[0, 1], [2, 3]] 2\n", done
 
 
 @pytest.mark.parametrize("first", ["", "import torch.multiprocessing\n"])

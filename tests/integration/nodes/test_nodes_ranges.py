@@ -50,6 +50,18 @@ def test_the_faster_link_carries_more(net: Network, tmp_path: object, reference:
     check_same(ended, reference(LARGE))
 
 
+def test_what_is_damaged_on_the_way_comes_again_from_one_rank(
+    net: Network, tmp_path: object, reference: References
+) -> None:
+    faults = ["rank=2,at=backward,step=4", "rank=2,fault=corrupt,at=recovery:restoring"]
+    options = [option for fault in faults for option in ("--inject", fault)]
+    job = NodesJob(net, tmp_path / "run", LARGE, nnodes=3, steps=STEPS, options=options)  # type: ignore[operator]
+    ended = job.wait()
+    assert ended.notices("digest_mismatch"), ended.explain()
+    assert set(ended.of("recovery_finished")[0]["sources"]) == {"0", "1"}
+    check_same(ended, reference(LARGE))
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_holder_dies_while_it_sends(net: Network, tmp_path: object, reference: References, victim: int) -> None:
     """Everything comes again, from the one that is left."""

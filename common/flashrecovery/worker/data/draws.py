@@ -18,9 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from flashrecovery.worker.data.batch_digest import Content
+from flashrecovery.worker.data.loader_iterations import ITERATIONS
 from flashrecovery.worker.data.worker_digests import leaves_of
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
@@ -121,7 +120,7 @@ class DrawsWatch:
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
         """Streams as the last fetch that drew from them has left them, if they follow from what is kept."""
-        self._begun: list[Any] = []
+        self._begun = False
 
     def begin(self, streams: Mapping[str, Any]) -> None:
         """A source begins, perhaps again, and has come to a place. ``streams``: as they are then, of those that are
@@ -130,27 +129,20 @@ class DrawsWatch:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Notes torch's loaders that are begun within the fetch."""
-        self._begun.clear()
-        iter_ = DataLoader.__iter__
-
-        def noted(loader: Any) -> Any:
-            self._begun.append(loader)
-            return iter_(loader)
-
-        DataLoader.__iter__ = noted  # type: ignore[method-assign]
+        """Notes whether one of torch's loaders is begun within the fetch."""
+        before = ITERATIONS.begun
         try:
             yield
         finally:
-            DataLoader.__iter__ = iter_  # type: ignore[method-assign]
+            self._begun = ITERATIONS.begun != before
 
     def noted(self, draws: Draws, number: int, found: RngState, digest: str, *, recent: int = RECENT) -> Draws:
         """``draws``, after a fetch that has found the random streams like this and has just ended."""
-        after, begun = RngState.now(), bool(self._begun)
+        after = RngState.now()
         changed = {} if after == found else found.streams_changed_in(after)
         amount = found.drawn_until(after) if changed else ()
         disturbed = any(name not in self._known or self._known[name] != value for name, value in changed.items())
-        begins = begun or draws.follows or not number or amount != draws.usual
+        begins = self._begun or draws.follows or not number or amount != draws.usual
         new = draws.with_element(number, digest, recent).with_states(number, changed if disturbed else {}, recent)
         if changed and begins:
             new = new.with_order(number, changed)
@@ -159,4 +151,4 @@ class DrawsWatch:
         if new.exact_from != draws.exact_from:  # what a fetch draws from one stream may depend on another one
             self._known.clear()
         usual = amount if number and (not begins or not draws.usual) else draws.usual
-        return replace(new, usual=usual, follows=begun)
+        return replace(new, usual=usual, follows=self._begun)

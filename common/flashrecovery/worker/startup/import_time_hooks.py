@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from flashrecovery.util.import_hooks import install
+from flashrecovery.worker.data.loader_iterations import ITERATIONS
 from flashrecovery.worker.startup.above import Train
 
 ENTRY_POINTS = "flashrecovery.import_hooks"
@@ -68,24 +69,26 @@ def install_spawn_hook() -> None:
 
 
 def install_loader_hook() -> None:
-    """Each iteration over a data loader has new workers, with ``persistent_workers=True``, too.
+    """Each iteration over a data loader is counted, and has new workers, with ``persistent_workers=True``, too.
 
     Workers draw a seed from the process's random numbers when they begin. Those that live on begin once: in a
     replacement later than in the process before it, or in an attempt that does not count, and all that is drawn
     afterwards would be other numbers. A worker's own random numbers could not be brought back either."""
+    install({"torch.utils.data.dataloader": count_and_renew_workers})
 
-    def renew(module: ModuleType) -> None:
-        own = module.DataLoader.__iter__
 
-        @functools.wraps(own)
-        def with_new_workers(loader: Any) -> Any:
-            if loader.persistent_workers:
-                loader._iterator = None
-            return own(loader)
+def count_and_renew_workers(module: ModuleType) -> None:
+    """What :func:`install_loader_hook` does to torch's module of data loaders."""
+    own = module.DataLoader.__iter__
 
-        module.DataLoader.__iter__ = with_new_workers
+    @functools.wraps(own)
+    def with_new_workers(loader: Any) -> Any:
+        ITERATIONS.count()
+        if loader.persistent_workers:
+            loader._iterator = None
+        return own(loader)
 
-    install({"torch.utils.data.dataloader": renew})
+    module.DataLoader.__iter__ = with_new_workers
 
 
 def install_save_hooks() -> None:

@@ -51,6 +51,16 @@ def test_epochs_with_an_accumulation(tmp_path: Path) -> None:
     check_recovered(job, (0, 1))
 
 
+def test_a_survivor_that_asks_for_its_next_micro_batch(tmp_path: Path, reference_of: Callable[..., Job]) -> None:
+    """It is stopped where it fetches it, and goes on in its process."""
+    flags = ("--accumulation", "2", "--zero", "1")
+    inject = ["rank=1,fault=sigkill,at=backward,step=1", "rank=0,fault=sigkill,at=forward,step=3"]
+    job = run(tmp_path / "run", "slow", flags, inject)
+    check_same(job, reference_of("slow", *flags))
+    check_fired(job, 2)
+    assert [event["victims"] for event in job.of("recovery_finished")] == [[1], [0]], job.explain()
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("zero", [1, 3])
 def test_accumulations_that_span_epochs(zero: int, tmp_path: Path) -> None:

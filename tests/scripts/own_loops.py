@@ -116,6 +116,15 @@ def epochs() -> None:
         say("epoch", epoch, mean.hex(), value.hex(), best.hex(), "seen", seen, "losses", len(losses), loss.item().hex())
 
 
+def slow() -> None:
+    """Comes to its next micro-batch when a peer has died in the one before."""
+    for number, batch in enumerate(loader):
+        loss = train_step(batch)
+        say(number, loss.hex())
+        if number % 2 == 0:
+            time.sleep(0.4)
+
+
 def while_next() -> None:
     batches = iter(RepeatingLoader(loader))
     step, total = 0, 0.0

@@ -762,6 +762,10 @@ class ScriptLoop:
                 element = data.fetch()
             except StopIteration:
                 return
+            except BaseException as e:  # of a later micro-batch: the step has begun with an earlier one
+                if not self._loops.interrupted(e):
+                    raise
+                continue
             yield element if first is None else (first + data.position.batch - 1, element)
 
     def _rounds(self, iterable: Iterable[Any]) -> Iterator[Any]:

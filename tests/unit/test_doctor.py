@@ -15,6 +15,7 @@ from flashrecovery.capabilities.finding import Finding, Level
 from flashrecovery.capabilities.probes import Live
 from flashrecovery.cli import checks
 from flashrecovery.cli.doctor import doctor, examine, summary
+from flashrecovery.groups import accelerator
 
 
 def levels(findings: list[Finding]) -> list[Level]:
@@ -92,6 +93,22 @@ def test_backend_without_compiler_or_cache_fails_with_the_reason(
     assert unbuilt.level is Level.WARN and unbuilt.advice == "flashrecovery doctor --build"
     (failed,) = checks.backend(True, lambda line: None)
     assert failed.level is Level.FAIL and "no-such-compiler" in failed.found
+
+
+def test_who_waits_before_an_optimizer_is_said_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Path("/dev/nvidiactl").exists() or checks.barrier() == []
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    monkeypatch.setattr(accelerator, "_DRIVER", "libm.so.6")
+    (found,) = checks.barrier()
+    assert "the host waits" in found.found and "the driver has no cuStreamWaitValue32_v2" in found.meaning
+    monkeypatch.setattr(accelerator, "_DRIVER", "libnone.so.1")
+    assert "the driver cannot be called" in checks.barrier()[0].meaning
+    monkeypatch.setattr(accelerator, "_DRIVER", "libm.so.6")
+    monkeypatch.setattr(accelerator, "_WAIT", "sin")
+    monkeypatch.setattr(accelerator, "_ADDRESS", "cos")
+    assert "AdamW" in checks.barrier()[0].found
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert "CUDA_LAUNCH_BLOCKING" in checks.barrier()[0].meaning
 
 
 def test_nccl_is_looked_at_only_where_it_matters() -> None:

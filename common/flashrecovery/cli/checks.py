@@ -151,6 +151,20 @@ def nccl_backend(environment: Mapping[str, str]) -> list[Finding]:
     return [Finding("nccl: backend", Level.OK, found, f"its device: {meant.chosen_by}")]
 
 
+def barrier() -> list[Finding]:
+    """Who can wait for whole gradients before an optimizer."""
+    from flashrecovery.groups.accelerator import why_not_held
+    from flashrecovery.plan.device_barrier import FOUND_INF
+
+    if not Path("/dev/nvidiactl").exists():
+        return []
+    if reason := why_not_held():
+        return [Finding("nccl: barrier", Level.OK, "the host waits before each optimizer", reason)]
+    kinds = ", ".join(sorted(kind.rpartition(".")[2] for kind in FOUND_INF))
+    found = f"`barrier: auto` holds fused optimizers back: {kinds}"
+    return [Finding("nccl: barrier", Level.OK, found, "where a job's first steps show that they do nothing if told so")]
+
+
 def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
     """NCCL's variables as a worker would see them, if there is an NVIDIA device or if asked for."""
     if not wanted and not Path("/dev/nvidiactl").exists():

@@ -50,6 +50,7 @@ def examine(build: bool = False, nccl: bool = False) -> Iterator[Finding]:
         yield from checks.compiler(built=all(f.level is Level.OK for f in backend))
         yield from checks.nccl_backend(os.environ)
         yield from checks.nccl(os.environ, nccl)
+        yield from checks.barrier()
     yield from health_checks.plugins()
     yield from checks.grpc_loopback()
     yield from checks.kernel()

@@ -22,6 +22,7 @@ PATIENCE_S = 5.0
 """How long a hold may last (:class:`StreamHold`). A host that has waited so long for its peers loses nothing but the
 launches of one optimizer step, which it does again."""
 
+_DRIVER, _WAIT, _ADDRESS = "libcuda.so.1", "cuStreamWaitValue32_v2", "cuMemHostGetDevicePointer_v2"
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ (cuda.h), in cyclic order
 
 
@@ -134,18 +135,18 @@ class CudaHold:
     """The stream waits for a word of page-locked memory of the host (a stream memory operation of the driver's)."""
 
     def __init__(self, device: torch.device) -> None:
-        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-            raise UnsupportedError("with CUDA_LAUNCH_BLOCKING each launch waits for its kernel")
+        if reason := why_not_held():
+            raise UnsupportedError(reason)
         self._device = device
         self._words = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         self._host_flag = self._words[1:].view(torch.float32).reshape(())
         self.flag = torch.zeros((), device=device)
         self._native = native_build.native()
         self._hold = self._native.stream_hold(self._words.data_ptr(), timedelta(seconds=PATIENCE_S))
-        self._driver = _driver()
+        self._driver = ctypes.CDLL(_DRIVER)
         self._address = ctypes.c_uint64()
         host = ctypes.c_void_p(self._words.data_ptr())
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(self._address), host, 0)
+        self._call(_ADDRESS, ctypes.byref(self._address), host, 0)
         self._before = torch.cuda.Event()
         self._stream = torch.cuda.current_stream(device)
 
@@ -155,7 +156,7 @@ class CudaHold:
         number = self._native.stream_hold_begin(self._hold)
         try:
             stream = ctypes.c_void_p(self._stream.cuda_stream)
-            self._call("cuStreamWaitValue32_v2", stream, self._address, ctypes.c_uint32(number), _AT_LEAST)
+            self._call(_WAIT, stream, self._address, ctypes.c_uint32(number), _AT_LEAST)
             self.flag.copy_(self._host_flag, non_blocking=True)
         except (RuntimeError, UnsupportedError):
             self.let_go(void=True)
@@ -171,19 +172,20 @@ class CudaHold:
         return CudaMark(self._stream.record_event())
 
     def _call(self, name: str, *arguments: object) -> None:
-        function = getattr(self._driver, name, None)
-        if function is None:
-            raise UnsupportedError(f"the driver has no {name}")
-        if (code := function(*arguments)) != 0:
+        if (code := getattr(self._driver, name)(*arguments)) != 0:
             raise UnsupportedError(f"{name} gave error {code}")
 
 
-def _driver() -> ctypes.CDLL:
-    """Raises UnsupportedError."""
+def why_not_held() -> str:
+    """Why no stream of CUDA can be held back here, as far as can be said without using a GPU; "" if one can."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        return "with CUDA_LAUNCH_BLOCKING each launch waits for its kernel"
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL(_DRIVER)
     except OSError as error:
-        raise UnsupportedError(f"the driver cannot be called: {error}") from error
+        return f"the driver cannot be called: {error}"
+    missing = [name for name in (_WAIT, _ADDRESS) if not hasattr(driver, name)]
+    return f"the driver has no {', '.join(missing)}" if missing else ""
 
 
 class Cuda:

@@ -253,7 +253,7 @@ MUTANTS = (
         "self._fresh = False  # the data sources of",
     ),
     Mutant("further-back-is-not-fresh", RECOVER, "fresh=self._fresh or version < self._came_at", "fresh=self._fresh"),
-    Mutant("transfer-not-torn", RECOVER, "        if incoming:\n            worker.gate.torn()\n", ""),
+    Mutant("transfer-not-torn", RECOVER, "        if arriving:\n            worker.gate.torn()\n", ""),
     Mutant(
         "undo-not-torn",
         RECOVER,

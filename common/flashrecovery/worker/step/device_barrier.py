@@ -125,14 +125,15 @@ class DeviceBarrier:
     def begin(self, optimizer: Optimizer) -> None:
         """Its kernels, which are launched next, wait for :meth:`end`, and do nothing if that says so."""
         assert self._hold is not None
+        flag: torch.Tensor = self._hold.flag
+        self._scripts_flag = scripts = vars(optimizer).get("found_inf", _NOT_SET)
+        both: tuple[torch.Tensor, torch.Tensor] | None = None
+        if isinstance(scripts, torch.Tensor):  # torch.amp.GradScaler's: a step that overflows is none, either
+            # Made before the stream is held: an allocation may wait for the device.
+            both = scripts.to(flag.dtype).reshape(()), torch.empty_like(flag)
         self._optimizer = optimizer
         self._hold.hold()
-        flag: torch.Tensor = self._hold.flag
-        scripts = vars(optimizer).get("found_inf", _NOT_SET)
-        self._scripts_flag = scripts
-        if isinstance(scripts, torch.Tensor):  # torch.amp.GradScaler's: a step that overflows is none, either
-            flag = torch.maximum(flag, scripts.to(flag.dtype).reshape(()), out=torch.empty_like(flag))
-        optimizer.found_inf = flag  # type: ignore[attr-defined]
+        optimizer.found_inf = flag if both is None else torch.maximum(flag, both[0], out=both[1])  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Until everything before these kernels has happened."""

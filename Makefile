@@ -96,6 +96,7 @@ test-tsan: setup  ## the same with ThreadSanitizer
 test-cuda-build:  ## an environment with a CUDA build of torch (5.5 GB; needs no GPU), and the tests of groups, DDP and FSDP there
 	CUDA_VENV=$(CUDA_VENV) PYTHON=$(PYTHON) CUDA_TORCH_VERSION=$(CUDA_TORCH_VERSION) CUDA_TORCH_INDEX='$(CUDA_TORCH_INDEX)' \
 	    scripts/cuda-venv.sh
+	$(CUDA_VENV)/bin/python -c "from flashrecovery import groups; from tests.support import fake_nccl; groups.build(); fake_nccl.build()"
 	$(CUDA_VENV)/bin/python -m pytest --durations=10 $(PYTEST_ARGS) tests/unit/test_groups_build.py tests/unit/test_torch_native.py \
 	    tests/integration/groups/test_nccl_build.py tests/integration/groups/test_nccl.py tests/integration/groups/test_groups_*.py \
 	    tests/conformance/test_nccl.py tests/conformance/test_grid.py

@@ -317,6 +317,14 @@ either (an all-gather into views). Torch 2.11.0 has been run on a GPU, too: [gpu
 Compiled code may have other bits in another release: torch 2.15's Inductor has nested reductions on by default
 (pytorch#191974) and takes no more threads than the affinity mask allows (pytorch#194605). That has not been measured
 here. A job keeps one release on all its nodes.
+
+`enable_reconfigure` (torch 2.14 and 2.15) is refused by name, and so are torchcomms' backends. Read in 2.15's wheel
+(`nccl2/ProcessGroupNCCL.hpp`, `nccl2/NcclApi.hpp`, `c10d/ProcessGroup.hpp`), not run: such a group has no communicator
+until the script itself has exchanged handles of all its members and called `reconfigure`, so that two would decide who
+is a member. It needs NCCL 2.28 (`ncclCommRevoke`), `nccl2` (neither `nccl-legacy` nor `nccl-lazy` has it), and a group
+of one backend only, not `cpu:gloo,cuda:nccl`. It tears the old communicator down and makes a new one, as a recovery
+here does. What it adds, that handles stay valid, all groups have here already ([groups.md](groups.md)), for gloo and
+every NCCL backend.
 """
 
 

@@ -2,7 +2,7 @@
 
     scripts/mutate_nccl.py [NAME...]    names of mutants, or parts of them, e.g. "04-" (default: all)
 
-A reading of NCCL's and torch's sources, and of public reports, has found 26 things that GPUs would break
+A reading of NCCL's and torch's sources, and of public reports, has found 29 things that GPUs would break
 (docs/testing.md has the table). What mends each of them is taken out here, in a copy of the tree, and the tests that
 are named must fail. They need no GPU: what has to do with NCCL itself runs with the fake of it. ``unchanged`` runs all
 of them without a mutant. C++ is compiled into a separate cache; a mutant of it takes about a minute. Ends with exit
@@ -47,6 +47,8 @@ FLAT, COPIES_EXCHANGE = (f"{CORE}/redundancy/memory/{name}.py" for name in ("fla
 PACE, BUFFERS, ADAPTER = f"{CORE}/groups/native/pace.h", f"{CORE}/adapter/buffers.py", f"{CORE}/adapter/base.py"
 FSDP2_STATE, FSDP2_ADAPTER = f"{CORE}/adapter/fsdp2_state.py", f"{CORE}/torch_native/fsdp2.py"
 ACCELERATOR, MACHINE = f"{CORE}/groups/accelerator.py", f"{CORE}/controller/machine.py"
+PLACEMENT, DOMAINS = (f"{CORE}/plan/membership/{name}.py" for name in ("placement", "failure_domains"))
+SXID, NVSWITCH = f"{CORE}/health/sxid.py", f"{CORE}/health/nvswitch.py"
 REDUCER, ORDER = f"{CORE}/torch_native/ddp_reducer.py", f"{CORE}/controller/recovery.py"
 MEGATRON = "fr_megatron/support.py"
 QUIET_PLAN, QUIET_WORKER, QUIET_AGENT, ABANDON = (
@@ -75,7 +77,7 @@ def _unit(name: str, *tests: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One of the 26. ``without``: what of it no mutant takes out, and why."""
+    """One of the 29. ``without``: what of it no mutant takes out, and why."""
 
     number: int
     what: str
@@ -1079,6 +1081,112 @@ ROWS = (
             ),
         ),
         without="that the driver's wait and the copy of the flag come in this order on a GPU needs one",
+    ),
+    Row(
+        28,
+        "copies are kept outside of what the death of a rank may take along",
+        (
+            _out(
+                "28-the-next-rank-keeps-them",
+                PLACEMENT,
+                "min(range(1, ranks_per_node), key=joined, default=1) if gpus else 1",
+                "1",
+                *_unit("plan_placement", "test_copies_on_one_node_go_to_gpus_that_are_not_lost_with_the_ranks_own"),
+            ),
+            _out(
+                "28-a-ring-of-some-does-not-look",
+                PLACEMENT,
+                "        return sum(node for node, _ in near), sum(domain for _, domain in near), joined\n",
+                "        return sum(node for node, _ in near), sum(domain for _, domain in near), 0\n",
+                *_unit("plan_placement", "test_a_ring_of_some_ranks_leaves_their_gpus_where_it_can"),
+            ),
+            _out(
+                "28-a-domain-takes-no-one-along",
+                DOMAINS,
+                "    if event is LossEvent.GPUS and (one.gpus < 0 or one.gpus != other.gpus):\n        return False\n",
+                "    if event is LossEvent.GPUS:\n        return False\n",
+                *_unit("failure_domains"),
+                *_unit("plan_placement"),
+            ),
+            _out(
+                "28-the-keeper-may-be-in-the-domain",
+                PLACEMENT,
+                "keeper is None or domains[keeper(h)] not in lost",
+                "True",
+                *_unit("plan_placement", "test_a_copy_goes_out_of_the_domain_if_any_holder_can_send_it_there"),
+            ),
+        ),
+        without="what NVML says of such domains needs GPUs",
+    ),
+    Row(
+        29,
+        "a process that SIGKILL does not end is not waited for, and its rank goes elsewhere",
+        (
+            _out(
+                "29-one-look-is-enough",
+                PROCESSES,
+                "for thread in asleep.keys() & before.keys():",
+                "for thread in asleep:",
+                *_unit("never_ends", "test_one_that_is_slow_to_end_has_run_between_two_looks"),
+            ),
+            _out(
+                "29-it-is-waited-for",
+                PROCESSES,
+                "        if self._count < _ENDLESS:\n",
+                "        if True:\n",
+                *_unit("never_ends", "test_one_that_does_not_end_for_long_never_does"),
+            ),
+            _out(
+                "29-its-rank-is-filled-here",
+                PROCESSES,
+                "            if self._never_ends(rank, looks.endless([old.pid])):\n                return False\n",
+                "            if self._never_ends(rank, looks.endless([old.pid])):\n                return True\n",
+                *_unit("never_ends", "test_one_that_does_not_end_for_long_never_does"),
+            ),
+            _out(
+                "29-its-node-stays",
+                MACHINE,
+                "        self.job.given_up[name] = why\n",
+                "        return\n",
+                *_unit("never_ends", "test_its_node_is_given_up_and_its_ranks_go_elsewhere"),
+            ),
+        ),
+        without="a driver that never returns needs GPUs; the kernel's freezer stands for it",
+    ),
+    Row(
+        30,
+        "an NVSwitch error that ends the use of a node is told from those that do not",
+        (
+            _out(
+                "30-none-ends-a-node",
+                SXID,
+                "Severity.FATAL if found.number in ALWAYS_FATAL else Severity.WARNING",
+                "Severity.WARNING",
+                *_unit("health_nvswitch"),
+            ),
+            _out(
+                "30-what-was-corrected-counts",
+                SXID,
+                "    if found.number in CORRECTED:\n        return None\n",
+                "",
+                *_unit("health_nvswitch"),
+            ),
+            _out(
+                "30-what-was-there-before-counts",
+                NVSWITCH,
+                "    os.lseek(log, 0, os.SEEK_END)\n",
+                "",
+                *_unit("health_nvswitch", "test_what_was_there_before_the_job_is_none_of_it"),
+            ),
+            _out(
+                "30-a-lost-record-ends-the-look",
+                NVSWITCH,
+                "                continue\n",
+                "                break\n",
+                *_unit("health_nvswitch", "test_each_look_has_what_has_come_since_the_last_one"),
+            ),
+        ),
+        without="the lines of a real switch's driver need one",
     ),
 )
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)

@@ -1,10 +1,12 @@
 """``make gpu-check``: kill ranks in every phase of a step on NVIDIA GPUs, and compare the end bit for bit.
 
-First what one GPU can show of recovery's parts (:mod:`tests.gpu_parts`). Then for each layout one undisturbed job and
-one with a SIGKILL in every phase of a step, with deterministic kernels; for two of them also all ranks at once, and the
-launcher with them. Then jobs that change (:mod:`tests.gpu_elastic`). The report (``report.md``, ``report.json``) is
-meant to be attached to an issue. With fewer GPUs than ranks, all ranks share
-the first one; without any, ``--cpu`` runs the same over gloo, which tests this program and nothing of CUDA.
+What tells most comes first, and what does not fit into ``--minutes`` is left out, by name: the parts of recovery that
+one GPU can show (:mod:`tests.gpu_parts`); two layouts, each with an undisturbed job and one with a SIGKILL in every
+phase of a step, with deterministic kernels; what each of :mod:`tests.gpu_scenarios` shows; the cost of a step; one job
+that changes (:mod:`tests.gpu_elastic`); then the other layouts and jobs. For two layouts also all ranks are killed at
+once, and the launcher with them. The report (``report.md``, ``report.json``), written after each of them, is meant to
+be attached to an issue. With fewer GPUs than ranks, all ranks share the first one; without any, ``--cpu`` runs the same
+over gloo, and ``--fake`` over the fake of NCCL, which tests this program and nothing of CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -28,14 +30,16 @@ from typing import Any
 import torch
 
 from flashrecovery.config import PHASES
-from tests import gpu_elastic
-from tests.gpu_costs import HELD_BACK, MemoryWatch, Overhead, lost_per_recovery, overhead, used_bytes
+from tests import gpu_elastic, gpu_scenarios
+from tests.gpu_costs import MemoryWatch, Overhead, lost_per_recovery, overhead, used_bytes
 from tests.gpu_parts import PARTS, PartResult, run_part
+from tests.gpu_scenarios import SCENARIOS
+from tests.support import fake_nccl
 from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
 from tests.support.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, RunningJob, check_clean
 from tests.support.sameness import Printed, differences
-from tests.support.wrappers import on_gpus
+from tests.support.wrappers import FAKE_NCCL, on_gpus
 
 STEPS = 2 * len(PHASES) + 4
 JOB_S = 400.0
@@ -44,6 +48,8 @@ LAYOUTS = {
     layout.name: layout
     for layout in (DDP, FSDP, HSDP, ZERO2, ZERO3, mg.PP2_DP2, mg.DP4_DISTRIBUTED, mg.TP2_DP2_OVERLAPS, mg.TP2_PP2_DP2)
 }
+FIRST = (DDP.name, FSDP.name)
+ELASTIC_FIRST = ("elastic-ddp", "replan-megatron")
 AT_ONCE = (FSDP, ZERO2)
 """Layouts in which all ranks are killed at once, too."""
 NEEDS = {"train_deepspeed.py": "deepspeed", "pretrain_gpt.py": "megatron.core"}
@@ -77,9 +83,11 @@ def phases_of(layout: Layout) -> list[str]:
     return list(PHASES) if layout in (FSDP, HSDP, ZERO3) else mg.phases(layout)
 
 
-def start(directory: Path, layout: Layout, gpus: int, inject: Sequence[str] = (), *options: str) -> RunningJob:
+def start(
+    directory: Path, layout: Layout, gpus: int, inject: Sequence[str] = (), *options: str, fake: bool = False
+) -> RunningJob:
     """With one warm standby if faults are injected."""
-    wrapper = on_gpus(gpus, layout.nproc)
+    wrapper = FAKE_NCCL if fake else on_gpus(gpus, layout.nproc)
     env = wrapper.environment(GPT / layout.script, mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else None)
     flags = [*SMALL, "--steps", str(STEPS), *layout.flags]
     standby = 1 if inject else 0
@@ -88,7 +96,7 @@ def start(directory: Path, layout: Layout, gpus: int, inject: Sequence[str] = ()
     )
 
 
-def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S) -> list[Result]:
+def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S, *, fake: bool = False) -> list[Result]:
     """One layout. A job that takes more than ``job_s`` seconds counts as hung: all its stacks are written."""
     result = Result(layout.name, layout.nproc)
     directory.mkdir(parents=True)
@@ -96,13 +104,13 @@ def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S) -> l
     inject = in_every_phase(phases_of(layout), victims, 0, "sigkill")
     result.kills = len(inject)
     began = time.monotonic()
-    reference = start(directory / "reference", layout, gpus).wait(job_s)
+    reference = start(directory / "reference", layout, gpus, fake=fake).wait(job_s)
     if reference.code != 0:
         result.seconds = time.monotonic() - began
         result.found.append(f"the undisturbed job has ended with code {reference.code}: {directory}/reference.out")
         return [result]
     with MemoryWatch(used_bytes if gpus else lambda: 0) as memory:
-        job = start(directory / "killed", layout, gpus, inject).wait(job_s)
+        job = start(directory / "killed", layout, gpus, inject, fake=fake).wait(job_s)
     result.lost_bytes = lost_per_recovery(memory.samples, job.events) if gpus else None
     fired = len(job.notices("fault_fired"))
     if fired < len(inject):
@@ -111,17 +119,22 @@ def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S) -> l
     result.seconds = time.monotonic() - began
     if layout not in AT_ONCE:
         return [result]
-    at_once = (all_at_once(layout, directory, reference, gpus, job_s, launcher=launcher) for launcher in (False, True))
+    at_once = (
+        all_at_once(layout, directory, reference, gpus, job_s, launcher=launcher, fake=fake)
+        for launcher in (False, True)
+    )
     return [result, *at_once]
 
 
-def all_at_once(layout: Layout, directory: Path, reference: Job, gpus: int, job_s: float, *, launcher: bool) -> Result:
+def all_at_once(
+    layout: Layout, directory: Path, reference: Job, gpus: int, job_s: float, *, launcher: bool, fake: bool
+) -> Result:
     """All ranks are killed at once, with or without the launcher: what the snapshot process holds is all there is."""
     began = time.monotonic()
     name = "everything" if launcher else "all ranks"
     result = Result(f"{layout.name}, {name} at once", layout.nproc, kills=layout.nproc + launcher)
     run_dir = directory / name.replace(" ", "-")
-    running = start(run_dir, layout, gpus)
+    running = start(run_dir, layout, gpus, fake=fake)
     try:
         running.wait_for_step(STEPS // 3, job_s)
     except AssertionError as e:
@@ -131,7 +144,7 @@ def all_at_once(layout: Layout, directory: Path, reference: Job, gpus: int, job_
         os.kill(pid, signal.SIGKILL)
     job = running.wait(job_s)
     if launcher:
-        job = start(run_dir, layout, gpus, (), "--resume").wait(job_s)
+        job = start(run_dir, layout, gpus, (), "--resume", fake=fake).wait(job_s)
         if not job.gone_on_from_snapshots():
             result.found.append("the second launch has not gone on from the snapshots")
     compare(result, job, reference, launches=1 + launcher)
@@ -190,9 +203,13 @@ def machine() -> dict[str, Any]:
 
 
 def markdown(
-    results: list[Result], where: dict[str, Any], parts: list[PartResult], costs: dict[str, Overhead | str]
+    results: list[Result],
+    where: dict[str, Any],
+    parts: list[PartResult],
+    costs: Sequence[Overhead | str] = (),
+    left_out: Sequence[str] = (),
 ) -> str:
-    """The report. ``costs``: of a step, by what the job was."""
+    """The report."""
     lines = ["# GPU check", "", *(f"* {name}: {value}" for name, value in where.items()), ""]
     if parts:
         lines += ["| part, on one GPU | measured | as it should be |", "|---|---|---|"]
@@ -200,15 +217,14 @@ def markdown(
             measured = ", ".join(f"{name} {value:.4g}" for name, value in part.found.items())
             lines.append(f"| {part.name} | {measured or '-'} | {'no: ' + part.problem if part.problem else 'yes'} |")
         lines.append("")
-    for name, cost in costs.items():
+    for cost in costs:
         if isinstance(cost, Overhead):
             rates = f"{cost.off:.0f} tokens a second under torchrun, {cost.on:.0f} under `flashrecovery run`"
-            lines += [
-                f"{name}, {cost.ranks} ranks, without a kill: {rates}: steps are {cost.percent:+.2f} % longer.",
-                "",
-            ]
+            lines += [f"DDP, {cost.ranks} ranks, without a kill: {rates}: steps are {cost.percent:+.2f} % longer.", ""]
         else:
-            lines += [f"{name}: what a step costs could not be measured: {cost}", ""]
+            lines += [f"What a step costs could not be measured: {cost}", ""]
+    if left_out:
+        lines += [f"Left out, for the time was up: {', '.join(left_out)}.", ""]
     lines += ["Medians of the recoveries, in seconds.", ""]
     head = ["layout", "ranks", "kills", "recoveries", "total", "worst", *PHASE_NAMES, "MB lost a recovery", "same bits"]
     lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -223,88 +239,138 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-COSTS: dict[str, Callable[[Path, int, Sequence[str]], Overhead]] = {
-    "DDP": overhead,
-    "DDP, fused optimizer": partial(overhead, path=HELD_BACK),
-    "DDP, fused optimizer, `barrier: auto`": partial(overhead, path=HELD_BACK, barrier="auto"),
-}
-
-
 def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__.splitlines()[0])
     flags.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="all by default")
+    flags.add_argument("--scenarios", nargs="*", choices=SCENARIOS, default=list(SCENARIOS), help="all by default")
     changing = [*gpu_elastic.KINDS, *gpu_elastic.REPLANNED]
     flags.add_argument("--elastic", nargs="*", choices=changing, default=changing, help="all by default")
-    flags.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all by default; not with --cpu")
+    flags.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all by default; only with a GPU")
     flags.add_argument("--no-overhead", action="store_true", help="steps with and without recovery are not compared")
     flags.add_argument("--out", type=Path, default=Path("runs") / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}")
-    flags.add_argument("--minutes", type=float, default=28.0, help="no layout is begun after so long")
+    flags.add_argument("--minutes", type=float, default=12.0, help="nothing is begun after so long")
     flags.add_argument("--job-seconds", type=float, default=JOB_S, help="a job that takes longer counts as hung")
-    flags.add_argument("--cpu", action="store_true", help="over gloo, to try this program")
+    instead = flags.add_mutually_exclusive_group()
+    instead.add_argument("--cpu", action="store_true", help="over gloo, to try this program")
+    instead.add_argument("--fake", action="store_true", help="over the fake of NCCL, to try this program")
     args = flags.parse_args()
-    gpus = 0 if args.cpu else torch.cuda.device_count()
-    if not gpus and not args.cpu:
-        flags.error("there is no GPU here; --cpu tries this program over gloo")
+    gpus = 0 if args.cpu or args.fake else torch.cuda.device_count()
+    if not gpus and not (args.cpu or args.fake):
+        flags.error("there is no GPU here; --cpu and --fake try this program")
     args.out.mkdir(parents=True, exist_ok=False)
-    where = machine()
-    results: list[Result] = []
-    until = time.monotonic() + 60 * args.minutes
-    parts: list[PartResult] = []
-    costs: dict[str, Overhead | str] = {}
+    check_of = Check(args.out, gpus, args.job_seconds, fake=args.fake)
+    for name, run in in_order(check_of, args):
+        if time.monotonic() > check_of.began + 60 * args.minutes:
+            print(f"{name}: left out, the time is up", flush=True)
+            check_of.left_out.append(name)
+        else:
+            print(f"{name}: {run()}", flush=True)
+        check_of.write()
+    print(f"{args.out}/report.md")
+    return 0 if check_of.good else 1
 
-    def write() -> None:
-        (args.out / "report.md").write_text(markdown(results, where, parts, costs))
-        measured = {name: asdict(cost) if isinstance(cost, Overhead) else cost for name, cost in costs.items()}
-        found = {"machine": where, "parts": [asdict(p) for p in parts], "overhead": measured}
-        found["results"] = [asdict(r) for r in results]
-        (args.out / "report.json").write_text(json.dumps(found))
 
-    for name in args.parts if gpus else []:
-        parts.append(run_part(name))
-        print(f"{name}: {parts[-1].problem or parts[-1].found}", flush=True)
-        write()
-    if not args.no_overhead:
-        ranks = min(gpus, 4) or 2  # ranks that share a GPU take turns, which says nothing of a step
-        for name, measure in COSTS.items():
-            try:
-                costs[name] = measure(args.out, ranks, REAL if gpus else SMALL[:5])
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                costs[name] = str(error)
-            print(f"overhead, {name}: {costs[name]}", flush=True)
-            write()
-    for name in args.layouts:
+def in_order(check_of: Check, args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:
+    """What there is to do, by name, what tells most first."""
+    first = [name for name in FIRST if name in args.layouts]
+    elastic_first = [name for name in ELASTIC_FIRST if name in args.elastic]
+    for name in args.parts if check_of.gpus else ():
+        yield name, partial(check_of.part, name)
+    for name in first:
+        yield name, partial(check_of.layout, name)
+    for name in args.scenarios:
+        yield name, partial(check_of.scenario, name)
+    for ranks in () if args.no_overhead else overhead_ranks(check_of.gpus):
+        yield f"overhead, {ranks} ranks", partial(check_of.cost, ranks)
+    for name in elastic_first:
+        yield name, partial(check_of.changing, name)
+    for name in [name for name in args.layouts if name not in first]:
+        yield name, partial(check_of.layout, name)
+    for name in [name for name in args.elastic if name not in elastic_first]:
+        yield name, partial(check_of.changing, name)
+
+
+def overhead_ranks(gpus: int) -> tuple[int, ...]:
+    """Ranks that share a GPU take turns, which says nothing of a step."""
+    return tuple(ranks for ranks in (1, 2, 8) if ranks <= gpus) or (2,)
+
+
+class Check:
+    """What has been found so far, on ``gpus`` GPUs (0: over gloo, or with ``fake`` over the fake of NCCL)."""
+
+    def __init__(self, out: Path, gpus: int, job_s: float, *, fake: bool = False) -> None:
+        self.began = time.monotonic()
+        self.gpus = gpus
+        self.left_out: list[str] = []
+        self._out, self._job_s, self._fake = out, job_s, fake
+        self._where = machine()
+        self._results: list[Result] = []
+        self._parts: list[PartResult] = []
+        self._costs: list[Overhead | str] = []
+        if fake:
+            fake_nccl.build()
+
+    @property
+    def good(self) -> bool:
+        """Something was looked at, and all of it is as it should be."""
+        bad = [r for r in self._results if r.found] or [p for p in self._parts if p.problem]
+        return bool(self._results or self._parts) and not bad and not any(isinstance(c, str) for c in self._costs)
+
+    def write(self) -> None:
+        """The report, of what there is now."""
+        text = markdown(self._results, self._where, self._parts, self._costs, self.left_out)
+        (self._out / "report.md").write_text(text)
+        found = {"machine": self._where, "parts": [asdict(p) for p in self._parts], "left_out": self.left_out}
+        found["overhead"] = [asdict(c) if isinstance(c, Overhead) else c for c in self._costs]
+        found["results"] = [asdict(r) for r in self._results]
+        (self._out / "report.json").write_text(json.dumps(found))
+
+    def part(self, name: str) -> str:
+        self._parts.append(run_part(name))
+        return self._parts[-1].problem or str(self._parts[-1].found)
+
+    def layout(self, name: str) -> str:
         layout = LAYOUTS[name]
         package = NEEDS.get(layout.script)
         if package is not None and not installed(package):
-            print(f"{name}: left out, {package} is not installed", flush=True)
-            continue
-        if time.monotonic() > until:
-            print(f"{name}: left out, the time is up", flush=True)
-            continue
-        for result in check(layout, args.out / name, gpus, args.job_seconds):
-            results.append(result)
-            print(verdict(result), flush=True)
-        write()
-    for name in args.elastic:
+            return f"left out, {package} is not installed"
+        return self._take(check(layout, self._out / name, self.gpus, self._job_s, fake=self._fake))
+
+    def scenario(self, name: str) -> str:
+        scenario = SCENARIOS[name]
+        if not scenario.possible:
+            return f"left out, {scenario.needs} is not installed"
+        began = time.monotonic()
+        layout = scenario.layout
+        result = Result(f"{name}: {scenario.what}", layout.nproc, kills=len(scenario.inject))
+        wrapper = FAKE_NCCL if self._fake else on_gpus(self.gpus, layout.nproc)
+        job, result.found = gpu_scenarios.run(scenario, self._out / name, wrapper, self._job_s)
+        take_times(result, job)
+        result.seconds = time.monotonic() - began
+        return self._take([result])
+
+    def cost(self, ranks: int) -> str:
+        try:
+            self._costs.append(overhead(self._out / f"overhead{ranks}", ranks, REAL if self.gpus else SMALL[:5]))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            self._costs.append(f"{ranks} ranks: {error}")
+        return str(self._costs[-1])
+
+    def changing(self, name: str) -> str:
         needed = gpu_elastic.NEEDS.get(name)
         if needed is not None and not installed(needed):
-            print(f"{name}: left out, {needed} is not installed", flush=True)
-        elif time.monotonic() > until:
-            print(f"{name}: left out, the time is up", flush=True)
-        else:
-            results.append(check_changed(name, args.out / name, gpus, args.job_seconds))
-            print(verdict(results[-1]), flush=True)
-            write()
-    print(f"{args.out}/report.md")
-    if any(isinstance(cost, str) for cost in costs.values()):
-        return 1
-    return 1 if not (results or parts) or any(r.found for r in results) or any(p.problem for p in parts) else 0
+            return f"left out, {needed} is not installed"
+        return self._take([check_changed(name, self._out / name, self.gpus, self._job_s)])
+
+    def _take(self, results: list[Result]) -> str:
+        self._results += results
+        return "; ".join(map(verdict, results))
 
 
 def verdict(result: Result) -> str:
-    """A line."""
+    """In a line."""
     found = "; ".join(result.found) or f"{result.recoveries} recoveries, the same bits"
-    return f"{result.layout}: {found} ({result.seconds:.0f} s)"
+    return f"{found} ({result.seconds:.0f} s)"
 
 
 def installed(package: str) -> bool:

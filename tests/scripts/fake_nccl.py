@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support import fake_nccl
+from tests.support import fake_nccl, optimizers
 
 
 def _in_time(variable: str, strike: Callable[[], None]) -> None:
@@ -63,6 +63,7 @@ def main() -> None:
         return init(fake_nccl.backend_name() if backend == "gloo" else backend, *arguments, **more)
 
     dist.init_process_group = init_process_group
+    optimizers.choose()
     script = os.environ.get("FAKE_NCCL_SCRIPT")
     sys.argv = sys.argv[1:] if script is None else [script, *sys.argv[1:]]
     script = sys.argv[0]

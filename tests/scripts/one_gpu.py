@@ -11,6 +11,8 @@ import runpy
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 
 def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -20,8 +22,11 @@ def main() -> None:
 
     import torch
 
+    from tests.support import optimizers
+
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True)
+    optimizers.choose()
     script = os.environ.get("ONE_GPU_SCRIPT")
     sys.argv = sys.argv[1:] if script is None else [script, *sys.argv[1:]]
     script = sys.argv[0]

@@ -10,6 +10,8 @@ from tests.support.jobs import ROOT
 from tests.support.megatron import ENVIRONMENT
 
 _SCRIPTS = ROOT / "tests" / "scripts"
+OPTIMIZER = "TEST_OPTIMIZER"
+"""Environment variable: which optimizer a script gets in place of AdamW (tests/support/optimizers.py)."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.resources
 import importlib.util
+import os
 import pkgutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -70,7 +72,8 @@ def test_the_module_has_its_own_loader(calls: list[ModuleType], tmp_path: Path) 
 
 @pytest.mark.parametrize("first", ["", "import torch.utils.data\n"])
 def test_each_iteration_has_new_workers(first: str) -> None:
-    """So it draws a seed for them, however often the loader has been iterated over before. In a standby, too."""
+    """So it draws a seed for them, however often the loader has been iterated over before. In a standby, too. Workers
+    that live at the end of their interpreter leave Python's directory of sockets (pymp-...)."""
     code = first + (
         "from flashrecovery.worker.startup.import_time_hooks import install_loader_hook; install_loader_hook()\n"
         "import torch\n"
@@ -84,7 +87,10 @@ def test_each_iteration_has_new_workers(first: str) -> None:
         "from flashrecovery.worker.data.loader_iterations import ITERATIONS\n"
         "print(one[0] != other[0], one[1:] == other[1:], one[1], ITERATIONS.begun)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    command = [sys.executable, "-c", code]
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path may have 107 bytes
+        env = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=env)
     assert done.stdout == "True True [[0, 1], [2, 3]] 2\n", done
 
 

@@ -255,7 +255,8 @@ def test_the_report_names_what_each_part_has_measured_or_why_it_failed(
             parts[name] = gpu_parts.PartResult(name, {}, "it is still listed")
         out = tmp_path / "-".join(["report", *problems])
         monkeypatch.setattr(gpu_check, "run_part", parts.__getitem__)
-        argv = ["check", "--layouts", "--elastic", "--no-overhead", "--out", str(out), "--parts", "fence", "overlap"]
+        left_out = ["--layouts", "--scenarios", "--elastic", "--no-overhead"]
+        argv = ["check", *left_out, "--out", str(out), "--parts", "fence", "overlap"]
         monkeypatch.setattr(sys, "argv", argv)
         code = gpu_check.main()
         told = json.loads((out / "report.json").read_text())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from flashrecovery.errors import DataSourceError
@@ -209,6 +209,36 @@ def test_a_stream_that_training_leaves_alone_is_kept_once(kind: type) -> None:
     assert len(before[0]) < 16_000
     wanted = reader.steps(8, 1, ["torch"])
     assert Reader(kind, source, before).steps(8, 1, ["torch"]) == wanted
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Adds noise to each sample, in the process that reads it."""
+
+    def __init__(self, noise: Callable[[], object]) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.as_tensor(self.noise()).sum() + index
+
+
+@pytest.mark.parametrize("streams", [(), ("torch",)], ids=["none", "torch"])
+@pytest.mark.parametrize("steps", [3, 12])
+@pytest.mark.parametrize("noise", STREAMS)
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_that_are_skipped_have_drawn_too(
+    kind: type, loader: type[DataLoader[Any]], noise: str, steps: int, streams: tuple[str, ...]
+) -> None:
+    """Training may leave alone the stream from which a loader's data set draws."""
+    reader = Reader(kind, lambda: loader(Augmented(STREAMS[noise]), batch_size=2, shuffle=True))
+    reader.steps(steps, 1, streams)
+    before = reader.captured()
+    wanted = reader.steps(8, 1, streams)
+    again = Reader(kind, lambda: loader(Augmented(STREAMS[noise]), batch_size=2, shuffle=True), before)
+    assert again.steps(8, 1, streams) == wanted
 
 
 @pytest.mark.parametrize("steps", [30, 60])

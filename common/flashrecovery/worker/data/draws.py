@@ -4,8 +4,8 @@ An order that a generator shuffles for each pass, or noise in a batch, comes fro
 from that stream, too, between the fetches. A replacement only reads, so its fetches need the stream as the dead
 process's found it.
 
-* A stream from which only the source draws needs no record after its first one: the rest follows. On a GPU, where
-  dropout draws from the device's stream, that is the usual case.
+* A stream from which only the source draws needs no record after its first one, if all fetches are made again: the
+  rest follows. On a GPU, where dropout draws from the device's stream, that is the usual case of a generator.
 * Of the others, the fetches in which an order may have begun are kept, and the most recent ones. Where an older one is
   forgotten, what it drew comes out differently: noise in a batch of before does no harm, a buffer of samples does. So
   the elements of the last fetches that can be repeated exactly are compared by their digests.
@@ -136,8 +136,13 @@ class DrawsWatch:
         finally:
             self._begun = ITERATIONS.begun != before
 
-    def noted(self, draws: Draws, number: int, found: RngState, digest: str, *, recent: int = RECENT) -> Draws:
-        """``draws``, after a fetch that has found the random streams like this and has just ended."""
+    def noted(
+        self, draws: Draws, number: int, found: RngState, digest: str, *, recent: int = RECENT, whole: bool = True
+    ) -> Draws:
+        """``draws``, after a fetch that has found the random streams like this and has just ended. ``whole``: all
+        fetches before it are made again on the way to its place."""
+        if not whole:
+            self._known.clear()
         after = RngState.now()
         changed = {} if after == found else found.streams_changed_in(after)
         amount = found.drawn_until(after) if changed else ()

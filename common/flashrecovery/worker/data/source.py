@@ -104,6 +104,15 @@ class Source:
         return 1 if isinstance(loader, (list, tuple)) else RECENT
 
     @property
+    def is_read_whole(self) -> bool:
+        """Whether all fetches are made again on the way to a place. Else a state of its own leads there, or batches are
+        skipped (:meth:`skip_indices`), and what only the fetches draw does not follow from the first of them."""
+        loader: Any = self.loader.shard.base_dataloader if isinstance(self.loader, PreparedLoader) else self.loader
+        in_process = isinstance(loader, DataLoader) and not loader.num_workers
+        skipped = in_process and not isinstance(loader.dataset, IterableDataset)
+        return not self._stateful and not skipped
+
+    @property
     def begins_anywhere(self) -> bool:
         """Whether ``iter()`` begins a new epoch in the midst of one, too."""
         return not self.one_shot and (not self._stateful or isinstance(self.loader, (DataLoader, PreparedLoader)))

@@ -369,7 +369,8 @@ class DataStream(StepData):
         is made again in that state."""
         recent = self._source.kept_draws
         if begun is None:
-            return self._draws.noted(self._cursor.draws, index, before, digest, recent=recent)
+            whole = self._source.is_read_whole
+            return self._draws.noted(self._cursor.draws, index, before, digest, recent=recent, whole=whole)
         self._draws.begin(RngState.now().plain() if "rng" in begun else {})
         return Draws().with_element(index, digest, recent)
 

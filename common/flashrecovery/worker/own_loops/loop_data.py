@@ -236,7 +236,8 @@ class LoopData(StepData):
         if not new.keys() <= start.get("objects", {}).keys():
             start = {**start, "objects": {**new, **start.get("objects", {})}}
         taken, kept = self._place.taken, Draws() if not self._place.taken else self._place.draws
-        draws = self._draws.noted(kept, taken, found, content.digest, recent=self._source.kept_draws)
+        recent, whole = self._source.kept_draws, self._source.is_read_whole
+        draws = self._draws.noted(kept, taken, found, content.digest, recent=recent, whole=whole)
         place = _Place(
             self._place.run,
             self._place.taken + 1,

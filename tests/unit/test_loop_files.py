@@ -120,6 +120,24 @@ def test_a_line_that_is_added_leaves_the_notes_of_earlier_steps(job: Job, tmp_pa
     assert [of_step[str(path)].added for of_step in job.protect()._before.values()] == [len("line\n")] * 4
 
 
+def test_a_line_of_another_thread_while_a_step_begins_keeps_the_notes_of_the_one_before(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, path = started(job), tmp_path / "log"
+    with open(path, "a", buffering=1) as log:
+        log.write("0\n")
+
+        def writes_and_is_killed(_: object) -> None:
+            log.write("1\n")
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(files, "_look_at_sizes", writes_and_is_killed)
+        with pytest.raises(KeyboardInterrupt):
+            files.handed_out(1)
+    job.start(replacement=True)
+    assert {step: files[str(path)].added for step, files in job.protect()._before.items()} == {0: 2, 1: 2}
+
+
 def test_a_file_that_was_made_by_the_step_is_gone(job: Job, tmp_path: Path) -> None:
     files = started(job)
     for _ in range(2):

@@ -105,8 +105,8 @@ class LoopFiles:
         self._tell: Callable[[str], None] = lambda text: None
         self._before: dict[int, dict[str, _Before]] = {}
         """By step."""
-        self._earlier: bytes | None = None
-        """The notes of all steps but the newest, encoded; None: they have changed since."""
+        self._earlier: tuple[int, bytes] | None = None
+        """A step, and the notes of all others, encoded; None: they have changed since."""
         self._noted = False
         self._held: list[_Held] = []
         self._sizes: dict[str, tuple[tuple[int, int], int]] = {}
@@ -274,7 +274,7 @@ class LoopFiles:
     def _leave(self, path: str, what: str) -> None:
         """It is not brought back."""
         with self._lock:
-            for files in self._before.values():
+            for files in [*self._before.values()]:
                 files.pop(path, None)
             self._earlier = None
         if path not in self._left:
@@ -397,15 +397,18 @@ class LoopFiles:
             self._sizes = dict([*self._sizes.items()][-_SIZES_KEPT:])
 
     def _write_notes(self, *, only_newest: bool = False) -> None:
-        """``only_newest``: nothing else has changed since they were written."""
+        """``only_newest``: of no other step have they changed since they were written. In any thread, also while the
+        training thread comes to another step."""
         with self._lock:
             if self._notes is None or not (self._noted or any(self._before.values())):
                 return
             self._noted = True
-            newest = max(self._before, default=-1)
-            if self._earlier is None or not only_newest:
-                self._earlier = codec.dumps({n: _all_plain(files) for n, files in self._before.items() if n != newest})
-            data = codec.dumps((self._earlier, newest, _all_plain(self._before.get(newest, {}))))
+            steps = dict(self._before)
+            newest = max(steps, default=-1)
+            if self._earlier is None or self._earlier[0] != newest or not only_newest:
+                earlier = {n: _all_plain(files) for n, files in steps.items() if n != newest}
+                self._earlier = newest, codec.dumps(earlier)
+            data = codec.dumps((self._earlier[1], newest, _all_plain(steps.get(newest, {}))))
             if not self._notes.write_file_notes(data):
                 for path in [*self._before.pop(self._step, ())]:
                     self._leave(path, "is one of too many")

@@ -15,6 +15,8 @@ from flashrecovery.plan.hang import Deadlines, Group, Operation, Progress, RankP
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page
 from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.own_loops.loop_data import LoopData
 from flashrecovery.worker.step import compilation
 from tests.unit.test_hang_verdict import answer, records
 
@@ -54,6 +56,33 @@ def test_the_page_says_what_the_rank_does(gate: Gate) -> None:
     assert work(gate) is Work.STEP
     gate.resume(1, 1)
     assert work(gate) is Work.EVALUATION, "the script may evaluate before it comes to its block"
+
+
+@pytest.mark.parametrize("kind", [DataStream, LoopData])
+def test_what_follows_a_fetch_between_two_steps_is_no_step(gate: Gate, kind: type[DataStream | LoopData]) -> None:
+    """A script evaluates at the end of an epoch, where the fetch has found nothing, or fetches before it does."""
+    found: list[Work] = []
+    data = kind(found.append(work(gate)) or number for number in range(3))
+    data.register_fetch_pre_hook(gate.fetches)
+    data.register_fetch_post_hook(gate.has_fetched)
+    fetch = data.fetch if isinstance(data, LoopData) else data.__next__
+    if isinstance(data, LoopData):
+        data.enter(data.loader)
+    gate.resume(0, 0)
+    fetch()
+    assert work(gate) is Work.FIRST_STEP
+    gate.enter_block()
+    gate.begin()
+    gate.mutate()
+    gate.commit()
+    fetch()
+    assert work(gate) is Work.STEP, "in the block"
+    gate.leave_block()
+    fetch()
+    assert work(gate) is Work.EVALUATION and found == [Work.FIRST_STEP, Work.STEP, Work.STEP]
+    with pytest.raises(StopIteration):
+        fetch()
+    assert work(gate) is Work.EVALUATION
 
 
 def test_the_end_of_a_save_is_progress(gate: Gate) -> None:

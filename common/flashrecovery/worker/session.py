@@ -112,6 +112,7 @@ class Session:
         if self._loop is not None:
             raise RegistrationError("recovery.data() after the first step; call it before, once for each data source")
         stream.register_fetch_pre_hook(self._at_data)
+        stream.register_fetch_post_hook(self.gate.has_fetched)
         self.registry.streams.append(stream)
 
     def refuse_streams(self) -> None:

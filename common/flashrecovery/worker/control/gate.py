@@ -127,6 +127,11 @@ class Gate:
         self._in_step()
         self.page.beat()
 
+    def has_fetched(self) -> None:
+        """The fetch is over, perhaps with the end of the data. Above its step the script's own code follows."""
+        if self._step_ns and not self._in_block:
+            self.page.set_work(Work.EVALUATION)
+
     def forward_ended(self) -> None:
         """The model has been called, in a step, between two or behind the last one; that is progress."""
         if not self.page.closed:

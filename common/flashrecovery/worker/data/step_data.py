@@ -34,10 +34,26 @@ class StepData(ABC):
     ended: bool
     reading: bool = False
     _fetch_pre_hook: Callable[[], None] | None = None
+    _fetch_post_hook: Callable[[], None] | None = None
 
     def register_fetch_pre_hook(self, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at the beginning of every fetch. It may raise: then nothing is fetched."""
         self._fetch_pre_hook = hook
+
+    def register_fetch_post_hook(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called at the end of every fetch that was begun, also of one that raises."""
+        self._fetch_post_hook = hook
+
+    @contextmanager
+    def _fetching(self) -> Iterator[None]:
+        """Around each fetch."""
+        if self._fetch_pre_hook is not None:
+            self._fetch_pre_hook()
+        try:
+            yield
+        finally:
+            if self._fetch_post_hook is not None:
+                self._fetch_post_hook()
 
     def set_void(self, void: bool) -> None:
         """Whether what is fetched from now on belongs to no step."""

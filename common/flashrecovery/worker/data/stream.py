@@ -232,8 +232,10 @@ class DataStream(StepData):
 
     def __next__(self) -> Any:
         self._consumers.check(sys._getframe(1))
-        if self._fetch_pre_hook is not None:
-            self._fetch_pre_hook()
+        with self._fetching():
+            return self._next()
+
+    def _next(self) -> Any:
         if self._replay:
             kept = self._replay.popleft()
             if kept.rng_after is not None:

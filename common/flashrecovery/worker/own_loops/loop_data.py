@@ -180,8 +180,10 @@ class LoopData(StepData):
 
     def fetch(self) -> Any:
         """The next round's element. Raises StopIteration at the end of this run."""
-        if self._fetch_pre_hook is not None:
-            self._fetch_pre_hook()
+        with self._fetching():
+            return self._next()
+
+    def _next(self) -> Any:
         if self._seek_to is not None:
             place, self._seek_to, self._cut_short = self._seek_to, None, True
             with self._while_reading():

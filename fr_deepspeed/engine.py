@@ -238,8 +238,8 @@ class EngineAdapter(TorchAdapter, ElasticAdapter):
             return
         for record in self._records:
             gradient = record.get().grad
-            assert gradient is not None, "it was made with the engine"
-            gradient.zero_()
+            if gradient is not None:
+                gradient.zero_()
 
     def _gradient_watch(self) -> GradientWatch:
         return GradientWatch(tuple)  # see _check_accumulation

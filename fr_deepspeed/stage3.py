@@ -125,7 +125,11 @@ class Stage3Adapter(EngineAdapter):
         if zero._offload_boundary_param_ids is not self._reduced if REDUCED3.takes("noted") else first:
             self._begin_reductions(set())
         elif not first:
-            assert self._reduced is not None, "the first micro-batch has begun to note them"
+            if self._reduced is None:
+                raise UnsupportedError(
+                    f"the first forward pass with gradients is that of micro-batch {engine.micro_steps}, amid an "
+                    "optimizer step: begin with the first one of a step"
+                )
             self._check_gradients(self._reduced)
         self._frozen_then = frozenset(p.ds_id for p in self._optimized if not p.requires_grad)  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import sys
 import typing
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -70,10 +71,9 @@ def _dataset_helpers(module: ModuleType) -> None:
     compiled = _compiled_helpers()
     if compiled is None or _HELPERS in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location(_HELPERS, compiled)
-    assert spec is not None and spec.loader is not None, "it is a file of an extension"
-    helpers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(helpers)
+    loader = ExtensionFileLoader(_HELPERS, str(compiled))
+    helpers = importlib.util.module_from_spec(ModuleSpec(_HELPERS, loader, origin=str(compiled)))
+    loader.exec_module(helpers)
     sys.modules[_HELPERS] = helpers
     patched: Any = module
     patched.compile_helpers = lambda: None

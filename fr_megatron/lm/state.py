@@ -20,7 +20,7 @@ from flashrecovery.adapter import plain_fields
 from flashrecovery.adapter.elastic import ElasticAdapter
 from flashrecovery.adapter.loop import LoopAdapter
 from flashrecovery.adapter.relayout import RelayoutAdapter
-from flashrecovery.errors import ConfigError
+from flashrecovery.errors import ConfigError, RestoreError
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop
 from fr_megatron.lm.packed import NONE
@@ -395,7 +395,8 @@ class LMLoop:
     def go_back(self, place: CallPlace, *, restored: bool) -> None:
         self.made_again = True
         if restored:
-            assert self._restored is not None, "load() comes before"
+            if self._restored is None:
+                raise RestoreError(f"call {place.kind!r} is to be made again from a restored state, and none has come")
             for kept in (self._sums, self._totals_after, self._left):
                 kept.clear()  # of what has been given up
             self.load({**self._restored, "running": place.running, "hooked": place.hooked, **place.of_script})
@@ -409,7 +410,8 @@ class LMLoop:
             trackers.load({})  # its log, or the loop after an evaluation, has cleared them
         self.kind = place.kind
         for iteration, again in place.summed:
-            assert self.totals is not None, "a step was logged, and so there are totals"
+            if self.totals is None:
+                raise RestoreError(f"the losses of iteration {iteration} cannot be added again: no log has come yet")
             again(self.totals)
             self._sum_up(iteration, again)
 

@@ -464,7 +464,7 @@ class ModelWorker:
         for reason in self.habits.learn(version - 1, quiet=True, late=shown.late, changed=shown.changed):
             self._tell_undo(reason)
         self._keep_common(version)
-        self.sealing.complete(version)
+        self.sealing.complete(version, shown)
         self.world.settled(self, version)
 
     def drawn(self) -> Drawn:

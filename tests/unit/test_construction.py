@@ -1,9 +1,10 @@
-"""An object is changed by its own methods: no code outside of a class sets an attribute of its objects.
+"""How objects are made and changed.
 
-What a name refers to is followed through annotations, constructors and assignments, as far as they tell; a container
-counts as what is in it. That finds what a type checker would, in a few seconds. A private class (``_Name``) is part of
-its file, which may set what it likes, and a property with a setter is a method. Messages (protobuf) and objects of
-other libraries are not of our classes.
+An object is changed by its own methods: no code outside of a class sets an attribute of its objects. What a name refers
+to is followed through annotations, constructors and assignments, as far as they tell; a container counts as what is in
+it. That finds what a type checker would, in a few seconds. A private class (``_Name``) is part of its file, which may
+set what it likes, and a property with a setter is a method. Messages (protobuf) and objects of other libraries are not
+of our classes.
 """
 
 from __future__ import annotations
@@ -254,11 +255,14 @@ class Code:
         return bool(owners) and not private and not any(name in one.setters for one in owners)
 
 
+def _files() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name]
+
+
 @cache
 def _of_product() -> dict[str, list[str]]:
-    files = [path for folder in FOLDERS for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name]
     found = defaultdict[str, list[str]](list)
-    for what, where in Code((path.relative_to(ROOT), path.read_text()) for path in files).set_from_outside():
+    for what, where in Code((path.relative_to(ROOT), path.read_text()) for path in _files()).set_from_outside():
         found[what].append(where)
     return found
 
@@ -270,6 +274,35 @@ def test_no_attribute_is_set_from_outside() -> None:
 
 def test_every_exception_is_needed() -> None:
     assert ALLOWED.keys() <= _of_product().keys(), "not set from outside any more: take it out of ALLOWED"
+
+
+def _of_none(node: ast.AST) -> bool:
+    """Whether it is an assertion that something is there."""
+    return isinstance(node, ast.Assert) and any(
+        isinstance(part, ast.Compare)
+        and any(isinstance(op, ast.IsNot) for op in part.ops)
+        and any(isinstance(one, ast.Constant) and one.value is None for one in part.comparators)
+        for part in ast.walk(node.test)
+    )
+
+
+def test_what_is_there_is_said_by_its_type() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in _files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _of_none(node)
+    ]
+    assert not found, (
+        "`assert x is not None`: pass it as an argument, hold it in an object that exists only where it is there, or "
+        "raise an error that says what the caller has to do first"
+    )
+
+
+@pytest.mark.parametrize("line", ["assert x is not None", "assert x is not None, 'y'", "assert a and x.y is not None"])
+def test_such_an_assertion_is_found(line: str) -> None:
+    (statement,) = ast.parse(line).body
+    assert _of_none(statement)
 
 
 _CLASSES = """

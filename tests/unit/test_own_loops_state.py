@@ -568,7 +568,7 @@ def test_an_iterator_that_lags_behind_its_sampler_is_read_again_in_its_own_epoch
 def test_a_list_that_grows_too_long_is_named_once() -> None:
     told: list[str] = []
     loops = ScriptLoops()
-    loops._session = types.SimpleNamespace(tell_not_registered=told.append)  # type: ignore[assignment]
+    loops._protection = types.SimpleNamespace(session=types.SimpleNamespace(tell_not_registered=told.append))  # type: ignore[assignment]
     loop: Any = types.SimpleNamespace(key=("train.py", 3), place="train.py:3")
     losses = [0.5] * 4096
     for length in (4096, 4097, 4098):

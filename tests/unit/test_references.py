@@ -134,7 +134,7 @@ def test_the_criterion_of_the_set_up_stays_what_it_is() -> None:
 def test_what_can_neither_be_found_nor_made_is_named_when_it_is_exchanged() -> None:
     before, told = _made_at_set_up(), list[str]()
     loops = ScriptLoops()
-    loops._session = types.SimpleNamespace(tell_not_registered=told.append)  # type: ignore[assignment]
+    loops._protection = types.SimpleNamespace(session=types.SimpleNamespace(tell_not_registered=told.append))  # type: ignore[assignment]
     loop: Any = types.SimpleNamespace(key=("train.py", 3), place="train.py:3")
     known = _known(before)
     factor = 2.0

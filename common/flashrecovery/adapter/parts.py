@@ -119,8 +119,7 @@ class TensorParts:
                 be made again.
         """
         tensors: dict[str, torch.Tensor] = {}
-        form = _take_apart(whole, "", tensors, what, parameter)
-        assert form is not None, "the whole is no plain tensor"
+        form = _form_of(whole, "", tensors, what, parameter)
         made_of = list(_objects(whole))
         return TensorParts(whole, tensors, form, made_of, [t.data_ptr() for t in tensors.values()])
 
@@ -169,16 +168,24 @@ def _below(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Te
 def _take_apart(
     tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], what: str, parameter: torch.Tensor
 ) -> Form | None:
+    """The form of a part; None: it is a plain tensor, and is among ``tensors`` now."""
+    if isinstance(tensor, DTensor) or is_composite(tensor):
+        return _form_of(tensor, path, tensors, what, parameter)
+    refuse_odd(tensor, what)
+    tensors[path] = tensor.detach()
+    return None
+
+
+def _form_of(
+    tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], what: str, parameter: torch.Tensor
+) -> Form:
+    """The form of a tensor that is no plain one. Its plain ones are added to ``tensors``."""
     if isinstance(tensor, DTensor):
         if not isinstance(parameter, DTensor) or tensor.device_mesh != parameter.device_mesh:
             raise UnsupportedError(f"{what} has a part on another device mesh than its parameter")
         local = _take_apart(local_tensor(tensor), path, tensors, what, parameter)
         placements = None if _is_placed_like(tensor, parameter) else _placements_of(tensor, what)
         return {"placements": placements, "outer": (tuple(tensor.shape), tensor.stride()), "local": local}
-    if not is_composite(tensor):
-        refuse_odd(tensor, what)
-        tensors[path] = tensor.detach()
-        return None
     inner, context = _flattened(tensor, what)
     parts = {name: _take_apart(t, f"{path}/{name}".lstrip("/"), tensors, what, parameter) for name, t in inner}
     return {

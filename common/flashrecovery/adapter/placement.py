@@ -143,6 +143,7 @@ def wrapped(
     DTensor.from_local() would make a view of it, which not every class of tensors can, and which may be of another
     dtype then."""
     spec = template._spec
-    assert spec.tensor_meta is not None, "a DTensor's own has one"
+    if spec.tensor_meta is None:
+        raise UnsupportedError(f"a DTensor of shape {tuple(shape)} cannot be made: its template has no dtype")
     meta = type(spec.tensor_meta)(torch.Size(shape), tuple(stride), local.dtype)
     return DTensor(local, type(spec)(spec.mesh, tuple(placements), tensor_meta=meta), requires_grad=False)

@@ -129,16 +129,15 @@ def start_agent(launch: TaskLaunch) -> subprocess.Popen[bytes]:
         out = open(launch.log, "ab")  # noqa: SIM115 - closed below
     except OSError as e:
         raise ConfigError(f"--run-dir {launch.path}: {e.strerror}") from e
-    with listener, out:
+    with listener, out, open(os.memfd_create("launch"), "w+b") as order:
+        order.write(launch.to_json().encode())
+        order.seek(0)
         popen = subprocess.Popen(
             [sys.executable, "-u", "-m", "flashrecovery.adopt.daemon", str(listener.fileno())],
-            stdin=subprocess.PIPE,
+            stdin=order,
             stdout=out,
             stderr=subprocess.STDOUT,
             pass_fds=(listener.fileno(),),
             start_new_session=True,
         )
-        assert popen.stdin is not None, "it was started with a pipe"
-        with popen.stdin as pipe:
-            pipe.write(launch.to_json().encode())
     return popen

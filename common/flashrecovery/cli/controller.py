@@ -25,19 +25,19 @@ from flashrecovery.terminal import say
     "--token-file", type=click.Path(path_type=Path), default=None, help="File with the token that all nodes share."
 )
 @click.option("--config", "config_file", type=click.Path(path_type=Path), default=None, help="YAML with any key.")
-def controller(config_file: Path | None, **options: object) -> None:
+def controller(controller: str, config_file: Path | None, **options: object) -> None:
     """Run the controller of one job, to the job's end. Its nodes run `flashrecovery run --controller HOST:PORT`."""
     import_grpc()
     from flashrecovery.job import run_controller
     from flashrecovery.runtime.addresses import is_here, resolve, split_address
 
-    config = load_run_config(config_file, {k: v for k, v in options.items() if v is not None})
-    assert config.controller is not None, "--bind is required"
-    host, _ = split_address(config.controller, "--bind")
+    given = {"controller": controller, **options}
+    config = load_run_config(config_file, {k: v for k, v in given.items() if v is not None})
+    host, _ = split_address(controller, "--bind")
     if not is_here(resolve(host, "--bind")):
-        raise ConfigError(f"--bind {config.controller}: {host} is no address of this host")
+        raise ConfigError(f"--bind {controller}: {host} is no address of this host")
     path = config.run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-controller"
-    say(f"controller at {config.controller}, run directory {path}")
+    say(f"controller at {controller}, run directory {path}")
     code, reason = asyncio.run(run_controller(config, path))
     if code != 0:
         say(f"the job failed: {reason}\nEvidence is kept in {path}")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from flashrecovery.contract.adapter import Adapter, StepHooks
+from flashrecovery.errors import RegistrationError
 from flashrecovery.state.shard import Shard
 
 __all__ = ["LoopAdapter", "LoopState", "PlacedLoop"]
@@ -67,8 +68,20 @@ class LoopAdapter(Adapter):
 
     def sealed(self) -> None:
         """Called at the end of a call, when what :meth:`LoopState.save` gives is what the loop has."""
-        assert self._hooks is not None, "a call is under way, and so the adapter is registered"
-        self._hooks.sealed()
+        self._reports.sealed()
+
+    def mutating(self) -> None:
+        """What follows in this call may change parameters."""
+        self._reports.mutating()
+
+    @property
+    def _reports(self) -> StepHooks:
+        if self._hooks is None:
+            raise RegistrationError(
+                f"adapter {self.name!r} reports a moment of a step before it is registered: call recovery.register() "
+                "with it before the first call"
+            )
+        return self._hooks
 
     def shards(self) -> Sequence[Shard]:
         return ()

@@ -214,20 +214,17 @@ def main_op() -> OpInfo | None:
     return min((op for first in firsts for op in first), key=lambda op: op.since, default=None)
 
 
-def create_control_group(name: str = CONTROL_GROUP, ranks: list[int] | None = None) -> Any | None:
-    """A managed group of the recovery's own, outside torch's numbering of the user's groups.
+def create_control_group(name: str = CONTROL_GROUP) -> Any:
+    """A managed group of all ranks of the recovery's own, outside torch's numbering of the user's groups.
 
     It knows send and receive, barrier, ``all_gather``, and ``all_reduce`` of small tensors (SUM, MAX), in host memory,
     and connects two ranks when they first need each other.
 
     To be called by every rank, after ``init_process_group`` and at the same place in the order of groups.
-    ``ranks`` are global ranks, all by default. Returns None on a rank that is not a member.
     """
     world = dist.get_world_size()
-    members = list(range(world)) if ranks is None else sorted(ranks)
-    me = dist.get_rank()
-    place = members.index(me) if me in members else -1
-    return torch_private.make_sparse_group(name, len(members), place, members, torch_private.default_store())
+    store = torch_private.default_store()
+    return torch_private.make_sparse_group(name, world, dist.get_rank(), list(range(world)), store)
 
 
 def control_group(name: str = CONTROL_GROUP) -> Any | None:

@@ -97,7 +97,11 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
     original = _original = c10d._new_process_group_helper
 
     def plugin(options: Any, backend_options: Any) -> Any:
-        assert _current is not None, "torch calls this within the call of ours that has set it"
+        if _current is None:
+            raise UnsupportedError(
+                f"backend {PLUGIN!r} is made by something other than torch.distributed.new_group() or "
+                "init_process_group(): make the group with one of these"
+            )
         _bind_device(_current, getattr(options, "process_group", None))
         return create(_current, options.store)
 

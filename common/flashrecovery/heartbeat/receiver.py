@@ -151,7 +151,8 @@ class HeartbeatReceiver:
         """Take what has arrived. Called when there is something, and in between by code that keeps the loop busy."""
         if self._socket is None:
             return
-        receive = self._socket.recvfrom
+        listening = self._socket
+        receive = listening.recvfrom
         wanted_every_s, fed = self.hearer.wanted_every_s(), False
         for _ in range(_BATCH):
             try:
@@ -162,11 +163,13 @@ class HeartbeatReceiver:
                 log.debug("heartbeats: %s", e)  # what the network says about an answer that did not arrive
                 continue
             # after the reading: what is noted as heard at this time was not sent later
-            fed |= self._take(datagram, address, wanted_every_s, lease_clock())
+            fed |= self._take(listening, datagram, address, wanted_every_s, lease_clock())
         if fed:
             self.hearer.after_beats()
 
-    def _take(self, datagram: bytes, address: tuple[object, ...], wanted_every_s: float, now: float) -> bool:
+    def _take(
+        self, by: socket.socket, datagram: bytes, address: tuple[object, ...], wanted_every_s: float, now: float
+    ) -> bool:
         """One datagram; whether it has fed the machine."""
         ticket = ticket_of(datagram)
         agent = self._agents.get(ticket) if ticket is not None else None
@@ -184,7 +187,7 @@ class HeartbeatReceiver:
         agent.stream.acknowledge(header.received)
         if header.flags & ECHO:
             return False
-        self._answer(agent, header, address, now)
+        self._answer(by, agent, header, address, now)
         at_once_s = len(self._agents) * _FEED_S if len(self._agents) > _FEW else 0.0
         every_s = at_once_s if agent.watched else max(at_once_s, wanted_every_s)
         if not header.ranks or now - agent.fed_at < every_s:
@@ -196,13 +199,14 @@ class HeartbeatReceiver:
         self.hearer.health(agent.node, heartbeat)
         return True
 
-    def _answer(self, agent: _Agent, header: Header, address: tuple[object, ...], now: float) -> None:
-        assert self._socket is not None, "the datagram has come by it"
+    def _answer(
+        self, by: socket.socket, agent: _Agent, header: Header, address: tuple[object, ...], now: float
+    ) -> None:
         stream = agent.stream
         flags = 0 if self.hearer.connected(agent.node) else GONE
         answer = Header(MAGIC, ANSWER, flags, 0, agent.ticket, header.counter, stream.received, stream.sent, 0, now)
         try:
-            self._socket.sendto(agent.seal.close(answer), address)
+            by.sendto(agent.seal.close(answer), address)
         except OSError as e:  # the agent asks again
             log.debug("heartbeats: no answer to %s: %s", agent.node, e)
 

@@ -106,11 +106,10 @@ class _Host:
             self.say(f"{self._command[0]}: {e.strerror}")
             self.code = 127
             return
-        assert self._process.stdout is not None, "it was started with a pipe"
         self._send(self.order.line())
-        while True:
+        while (output := self._process.stdout) is not None:
             try:
-                line = await self._process.stdout.readline()
+                line = await output.readline()
             except ValueError:
                 continue  # a longer one than fits is not shown; it is in the host's file
             if not line:

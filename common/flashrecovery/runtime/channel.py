@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 
+from flashrecovery.errors import ConfigError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 CHANNEL_ENV = "FLASHRECOVERY_CHANNEL_FD"
@@ -26,11 +27,11 @@ class Channel:
         self._lock = threading.Lock()
 
     @staticmethod
-    def from_env() -> Channel | None:
-        """The channel that the agent handed over, or None outside ``flashrecovery run``."""
+    def from_env() -> Channel:
+        """The channel that the agent handed over. Raises ConfigError outside ``flashrecovery run``."""
         fd = os.environ.get(CHANNEL_ENV)
         if fd is None:
-            return None
+            raise ConfigError(f"{CHANNEL_ENV} is not set: only an agent starts this program; use `flashrecovery run`")
         sock = socket.socket(fileno=int(fd))
         os.set_inheritable(sock.fileno(), False)
         return Channel(sock)

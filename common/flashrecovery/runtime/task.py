@@ -158,9 +158,7 @@ def _head(environment: Mapping[str, str]) -> str | None:
 
 def first_host(nodes: str) -> str:
     """The first of Slurm's list of nodes: ``n[07-09,12],m3`` -> ``n07``."""
-    found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
-    assert found is not None, "every text has a beginning without commas and brackets"
-    return f"{found[1]}{found[2] or ''}{found[3] or ''}"
+    return "".join(re.findall(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)[0])
 
 
 def _checked(task: Task, environment: Mapping[str, str]) -> Task:

@@ -154,7 +154,8 @@ class SnapshotHost:
                 start_new_session=True,  # outlives its agent, and what is sent to the agent's group
             )
             sock = address.call(name)
-        assert sock is not None, "the socket listens already"
+        if sock is None:
+            raise ConnectionRefusedError(f"the snapshot process {name} was started, and takes no connection; see {log}")
         return SnapshotHost(name, sock, process)
 
     @property

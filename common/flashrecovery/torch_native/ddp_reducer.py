@@ -62,7 +62,11 @@ def refuse_unsupported(ddp: DistributedDataParallel) -> None:
 
 
 def _builtin_hook_name(ddp: DistributedDataParallel) -> str:
-    assert ddp.logger is not None, "DDP makes it in its constructor"
+    if ddp.logger is None:
+        raise UnsupportedError(
+            "DistributedDataParallel without its logger, which its constructor makes: which built-in communication "
+            "hook it has is not known"
+        )
     data = ddp.logger._get_ddp_logging_data()
     return str(data.strs_map.get("comm_hook", ""))
 

@@ -241,7 +241,11 @@ class _Protected:
             *(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator, trainer.processing_class),
         )
         self._held.register(recovery, self._training.model)
-        assert self._source is not None, "the Trainer asks for its data before its loop begins"
+        if self._source is None:
+            raise refused(
+                "a training loop that does not get its data from trainer.get_train_dataloader(): let it call that "
+                "before the first step"
+            )
         stream = recovery.data(Epochs(self._source, lambda: trainer.state))
         stream.begin_with(self._source.first_epoch)
         self._source.reads(stream)

@@ -370,11 +370,6 @@ class FitAdapter(LoopAdapter, InspectableAdapter):
     def rank_bytes(self) -> Mapping[str, int]:
         return {path: len(data) for path, data in self._state.own.newest.items() if isinstance(data, bytes)}
 
-    def mutating(self) -> None:
-        """What follows in this call may change parameters."""
-        assert self._hooks is not None, "a call is under way, and so the adapter is registered"
-        self._hooks.mutating()
-
 
 def _counters(loops: Iterator[Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """The counters of these loops, each with its names."""

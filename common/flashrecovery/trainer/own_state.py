@@ -210,7 +210,11 @@ def _name_of(callback: object, number: int) -> str:
 def attributes_of_base(base: type) -> frozenset[str]:
     """The names that methods of ``base`` assign to attributes of ``self``."""
     file = inspect.getsourcefile(base)
-    assert file is not None, "the base is a class of a library written in Python"
+    if file is None:
+        raise UnsupportedError(
+            f"{base.__module__}.{base.__qualname__} has no source file: which of its attributes the library sets "
+            "is not known"
+        )
     return _assigned(file, base.__name__)
 
 

@@ -453,7 +453,7 @@ class Loop:
         shown = self.sealing.shown(version)
         self._learn(version - 1, late=shown.late, changed=shown.changed)
         self._registry.common.keep(version, self._registry.capture_common(version))
-        self.sealing.complete(version)
+        self.sealing.complete(version, shown)
 
     def _learn(self, step: int, *, late: bool, changed: bool) -> None:
         quiet = self._step.quiet and not (self._outside.told and not self._own_calls)

@@ -245,11 +245,11 @@ class Guards:
     # -- places of ranks ---------------------------------------------------------------------------
 
     async def start(self, order: ProcessOrder) -> WorkerProcess | None:
-        """A process in the task's own place; None where a process of the agent's will do, and where there is no guard
-        any more."""
-        assert order.local_rank is not None, "a standby has no place yet"
-        guard = self._guards.get(order.local_rank)
-        if guard is None or (order.replacement and self.within_reach(order.local_rank)):
+        """A process in the task's own place. None where a process of the agent's will do, as for a standby, and where
+        the task has no guard any more."""
+        place = order.local_rank
+        guard = None if place is None else self._guards.get(place)
+        if place is None or guard is None or (order.replacement and self.within_reach(place)):
             return None
         page = order.new_page()
         ours, theirs = socket.socketpair()
@@ -257,7 +257,7 @@ class Guards:
             with theirs:
                 pid = await guard.start(order, theirs.fileno(), page.fd)
         except (OSError, GuardLostError) as e:
-            log.warning("the guard of local rank %d starts no process: %s", order.local_rank, e)
+            log.warning("the guard of local rank %d starts no process: %s", place, e)
             ours.close()
             page.close()
             if isinstance(e, GuardLostError):

@@ -91,7 +91,11 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
         writing.wait()
         writing.close(_CLOSE_S)
     published = newest(directory)
-    assert published is not None, "every rank has written its part, and waited for it"
+    if published is None:
+        raise RestoreError(
+            f"{directory}: no checkpoint is complete after all {ranks} parts were written; another process must have "
+            "removed some of them"
+        )
     return published[1]
 
 

@@ -341,7 +341,8 @@ class StagedFiles:
         if not space.shape and len({stored.digest for _, stored, _ in there}) > 1:
             raise RestoreError(f"{name!r} is not the same of all parameters, and another layout has one for all")
         needed = fitted(part, space.shape)
-        assert needed is not None, "part and space are of the same tensor"
+        if needed is None:
+            raise RestoreError(f"logical tensor {name!r} of shape {space.shape} has nothing of {part.box}")
         target = tensor.detach().reshape(-1)[part.begin : part.begin + part.box.size].view(part.box.shape)
         if target.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             raise RestoreError(f"logical tensor {name!r}: the tensor to be filled is not contiguous")

@@ -218,7 +218,8 @@ class Decoding:
 
     def _put(self, task: DecodeTask, result: StripeSource, data: memoryview) -> None:
         """Take what a lost member has got to where it belongs."""
-        assert self._to is not None, "a lost member was given memory for what it gets"
+        if self._to is None:
+            raise RestoreError(f"member {self._me} is to get version {self._order.version}, and has lost nothing")
         start = self._layout.data_bucket(task.stripe, task.buckets[0], self._me)[0]
         lengths = [length for _, length in self._lengths(task, result)]
         at, digests = 0, data[sum(lengths) :]

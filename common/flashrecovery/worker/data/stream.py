@@ -274,11 +274,12 @@ class DataStream(StepData):
         epoch_start, begun = self._with_settings(self._cursor), None
         as_set = self._samplers.values()
         before = RngState.now()
-        if not self._is_begun(epoch):
-            self._iterator, begun = self._begin(epoch)
-        assert self._iterator is not None
+        iterator = self._iterator if self._reading == epoch else None
+        if iterator is None:
+            iterator, begun = self._begin(epoch)
+            self._iterator = iterator
         try:
-            batch = self._next_batch()
+            batch = self._next_of(iterator)
         except StopIteration:
             if self._source.one_shot or index == 0:
                 if index == 0 and not self._source.one_shot:
@@ -288,9 +289,10 @@ class DataStream(StepData):
             epoch, index = epoch + 1, 0
             self._sample(DataPosition(epoch, 0, total), self._source.unread_state())
             before = RngState.now()
-            self._iterator, begun = self._begin(epoch)
+            iterator, begun = self._begin(epoch)
+            self._iterator = iterator
             try:
-                batch = self._next_batch()
+                batch = self._next_of(iterator)
             except StopIteration:
                 if isinstance(self.loader, Iterator):
                     raise  # ``iter()`` did not begin it again
@@ -298,7 +300,7 @@ class DataStream(StepData):
         self._note_values()
         after = RngState.now()
         drawn = after != before
-        content = Content.of(batch, leaves_of(self._iterator))
+        content = Content.of(batch, leaves_of(iterator))
         if begun is not None:
             epoch_start = begun.plain()
         draws = self._draws_after(index, before, content.digest, epoch_start if begun is not None else None)
@@ -360,11 +362,9 @@ class DataStream(StepData):
         if not self._begun:
             self._begun, self._start = True, self._source.unread_state()
 
-    def _next_batch(self) -> Any:
-        """Of the iterator as it stands."""
-        assert self._iterator is not None
+    def _next_of(self, iterator: Iterator[Any]) -> Any:
         with self._draws.fetching():
-            return next(self._iterator)
+            return next(iterator)
 
     def _draws_after(self, index: int, before: RngState, digest: str, begun: Mapping[str, Any] | None) -> Draws:
         """What has been drawn up to this fetch. ``begun``: how the epoch has begun, if it did so with this fetch, which

@@ -469,7 +469,8 @@ def _count_writes(opened: Any, tell: Callable[[int], None]) -> None:
 
     def write(data: Any) -> int | None:
         file = reference()
-        assert file is not None, "its own method is called"
+        if file is None:
+            raise ValueError("write to a file object that the script has dropped")
         if stat.S_ISREG(_status(file).st_mode):
             tell(memoryview(data).nbytes)
         return file.__class__.write(file, data)

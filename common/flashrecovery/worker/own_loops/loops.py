@@ -126,14 +126,23 @@ class _Level:
         )
 
 
-class _Leave(BaseException):
-    """Leaves what is running, up to the round of the loop at ``level``, or that loop itself if ``loop`` is set. No
-    handler of the script's for errors catches it."""
+@dataclass(frozen=True)
+class _Target:
+    """The place of a version that has been restored, until the loops stand there. ``ended``: the outermost one has
+    ended there."""
 
-    def __init__(self, level: int, *, loop: bool = False) -> None:
+    levels: tuple[_Level, ...]
+    ended: bool
+
+
+class _Leave(BaseException):
+    """Leaves what is running, up to the round of the loop at ``level``, or that loop itself if there is a target, the
+    place further on. No handler of the script's for errors catches it."""
+
+    def __init__(self, level: int, target: _Target | None = None) -> None:
         super().__init__()
         self.level = level
-        self.loop = loop
+        self.target = target
 
 
 class Accumulation(Protocol):
@@ -156,6 +165,14 @@ class Accumulation(Protocol):
         """Whether the call of the optimizer's step that has just been made was the last one of a step."""
 
 
+@dataclass(frozen=True)
+class _Protection:
+    """What protects the loops of a process."""
+
+    session: Session
+    accumulation: Accumulation
+
+
 class AutoStart(Protocol):
     """What protects scripts in which no framework does. A protocol, as it lies above
     (:class:`flashrecovery.worker.auto.steps.AutoProtection`)."""
@@ -174,8 +191,7 @@ class ScriptLoops:
         """File, and what is written in its calls of ``next()``."""
         self.stack: list[ScriptLoop] = []
         self._asked: dict[tuple[str, str], LoopData] = {}
-        self._session: Session | None = None
-        self._accumulation: Accumulation | None = None
+        self._protection: _Protection | None = None
         self._known_ids: tuple[list[int], Identities] | None = None
         self._references = NO_REFERENCES
         """What the script had made when it came to the first of its loops."""
@@ -190,8 +206,7 @@ class ScriptLoops:
         """What the script did between two steps was cut short: a rank has died."""
         self._finished: ScriptLoop | None = None
         self._data: dict[tuple[str, int], LoopData] = {}
-        self._target: list[_Level] | None = None
-        self._target_ended = False
+        self._target: _Target | None = None
         self._restores = 0
         self._ending = False
         """The outermost loop has ended, as it has at the place to go to."""
@@ -217,7 +232,7 @@ class ScriptLoops:
 
     def protect(self, session: Session, accumulation: Accumulation) -> None:
         """From now on these loops are protected."""
-        self._session, self._accumulation = session, accumulation
+        self._protection = _Protection(session, accumulation)
         session.registry.follow_place(self)
         self.output.protect(session.gate.page)
         self.files.protect(session.gate.page, session.tell_not_brought_back)
@@ -225,7 +240,13 @@ class ScriptLoops:
 
     @property
     def active(self) -> bool:
-        return self._session is not None
+        return self._protection is not None
+
+    @property
+    def _protected_by(self) -> _Protection:
+        if self._protection is None:
+            raise RegistrationError("the loops of this script are not protected: call flashrecovery.init() first")
+        return self._protection
 
     def start_by(self, auto: AutoStart | None) -> None:
         """``auto``: begins the protection by itself, before the first round."""
@@ -245,8 +266,7 @@ class ScriptLoops:
     @property
     def known(self) -> Identities:
         """Identities of what is protected otherwise: see :func:`.variables.protected`."""
-        assert self._session is not None, "the loops are protected"
-        registry = self._session.registry
+        registry = self._protected_by.session.registry
         step = self._loop is not None and min(self._loop.gate.version, 2)  # optimizers make their state in a first step
         states = [step, *(id(optimizer.state) for optimizer in registry.optimizers)]  # another one once it is loaded
         if self._known_ids is None or self._known_ids[0] != states:
@@ -270,12 +290,12 @@ class ScriptLoops:
             own = self._loop = self._open(loop)
         if self._handed_out and not own.gate.stopped:
             return
-        if self._target_ended:  # no peer begins a step any more
-            raise self._leave(own, 0, loop=True)
+        if self._target is not None and self._target.ended:  # no peer begins a step any more
+            raise self._leave(own, 0, self._target)
         own.finished(_ENDLESS)
         self._handed_out, self._cut_short = True, False
         if self._target is not None:
-            self._go(own)
+            self._go(own, self._target)
         self.output.handed_out(own.gate.version)
         self.files.handed_out(own.gate.version)
 
@@ -288,22 +308,22 @@ class ScriptLoops:
                 self._go_back(self._loop)
 
     def _open(self, loop: ScriptLoop) -> Loop:
-        assert self._session is not None, "the loops are protected"
+        session = self._protected_by.session
         self._check_loops_around(loop)
         self._refuse_what_is_taken()
         self._prepare(loop, last=True)
         reading = [key for key, text in self.texts.items() if text.steps and text.reads and not text.refused]
         for place in sorted(reading):
-            self._session.refuse_streams()
-            self._session.add_stream(self._data.setdefault(place, LoopData(objects=self)))
+            session.refuse_streams()
+            session.add_stream(self._data.setdefault(place, LoopData(objects=self)))
         for key in sorted(self.iterators):
-            self._session.refuse_streams()
+            session.refuse_streams()
             self._asked[key] = LoopData(objects=self)
-            self._session.add_stream(self._asked[key])
-        return self._session.open(None, own_calls=False)
+            session.add_stream(self._asked[key])
+        return session.open(None, own_calls=False)
 
     def _begin_auto(self) -> None:
-        if self._session is None and self.auto is not None:
+        if self._protection is None and self.auto is not None:
             self.auto.begin()
 
     def entered(self, loop: ScriptLoop) -> None:
@@ -314,9 +334,14 @@ class ScriptLoops:
         self.stack.append(loop)
 
     def _prepare(self, loop: ScriptLoop, *, last: bool) -> None:
-        assert self._accumulation is not None, "the loops are protected"
-        self._accumulation.prepare(loop.frame, last=last)
+        self._protected_by.accumulation.prepare(loop.frame, last=last)
         self._known_ids = None
+
+    @property
+    def _opened(self) -> Loop:
+        if self._loop is None:
+            raise RegistrationError("no loop of this script has begun its first step")
+        return self._loop
 
     def loops_around_step(self) -> str:
         """The place of the outermost loop, if there is one around the loop of steps."""
@@ -355,7 +380,7 @@ class ScriptLoops:
         """Raises UnsupportedError if a round takes something from a queue, or the like."""
         for loop in self.stack:
             tree = tree_of(loop.key[0])
-            if tree is None or loop.frame is None:
+            if tree is None:
                 continue
             found = taken_in(loop.frame, tree, loop.key[1], steps=loop.text.steps)
             if found:
@@ -370,7 +395,8 @@ class ScriptLoops:
 
     def check_call(self) -> None:
         """The optimizer's step is called. Raises UnsupportedError if that is in no loop that is led back."""
-        if self._step is not None or self._finished is not None or self._session is None or self._session.begun:
+        protection = self._protection
+        if self._step is not None or self._finished is not None or protection is None or protection.session.begun:
             return
         self.refuse_call(sys._getframe(1), self._by_hand)
 
@@ -389,11 +415,11 @@ class ScriptLoops:
         """The body of a round begins."""
         if self._step is not None:
             return
-        assert self._loop is not None and self._session is not None, "the loops are protected, and a round has begun"
-        self._late = self._session.registry.habits.late
+        own = self._opened
+        self._late = self._protected_by.session.registry.habits.late
         if self._looks_left:
             self._refuse_foreign_iterators()
-        self._step = Step(self._loop.gate.version, self._loop)
+        self._step = Step(own.gate.version, own)
         self._step.__enter__()
 
     def _refuse_foreign_iterators(self) -> None:
@@ -414,7 +440,7 @@ class ScriptLoops:
 
     def step_taken(self) -> None:
         """The optimizer's step has been called."""
-        if self._step is None or (self._accumulation is not None and not self._accumulation.is_whole()):
+        if self._step is None or (self._protection is not None and not self._protection.accumulation.is_whole()):
             return
         step, self._step, self._handed_out = self._step, None, False
         step.__exit__(None, None, None)
@@ -442,7 +468,7 @@ class ScriptLoops:
         own = self._loop
         if own is None or self._finished is not None:
             return True
-        if self._seeking and not self._target_ended:
+        if self._seeking and not (self._target is not None and self._target.ended):
             raise self._lost(loop)
         last = own.gate.version
         self._ending, self._handed_out = True, False
@@ -461,16 +487,16 @@ class ScriptLoops:
 
     @property
     def _by_hand(self) -> str:
-        return "" if self._accumulation is None else self._accumulation.by_hand
+        return "" if self._protection is None else self._protection.accumulation.by_hand
 
     # -- the way to a place -----------------------------------------------------------------------
 
     def target_of(self, loop: ScriptLoop) -> _Level | None:
         """Where ``loop`` is to begin, if all loops around it stand where they should."""
         level = self.stack.index(loop)
-        if self._target is None or not self._seeking or level >= len(self._target):
+        if self._target is None or not self._seeking or level >= len(self._target.levels):
             return None
-        there = self._target[level]
+        there = self._target.levels[level]
         return there if (there.key, there.ordinal) == (loop.key, loop.ordinal) else None
 
     def passes(self, error: BaseException) -> bool:
@@ -484,9 +510,8 @@ class ScriptLoops:
 
     def begins_again(self, loop: ScriptLoop) -> None:
         """``loop`` begins the round of the place again. Raises UnsupportedError if that leads nowhere."""
-        assert self._loop is not None, "a version has been restored"
-        generation, tries = self._tries
-        self._tries = self._loop.gate.generation, tries + 1 if self._loop.gate.generation == generation else 1
+        now, (generation, tries) = self._opened.gate.generation, self._tries
+        self._tries = now, tries + 1 if now == generation else 1
         if self._tries[1] > _TRIES:
             raise self._lost(loop)
 
@@ -499,22 +524,20 @@ class ScriptLoops:
         error.__cause__ = self._met
         return error
 
-    def past_of(self, loop: ScriptLoop) -> _Past:
-        """The past of a loop that is not begun, since the place is further on in the round of the loop around it, or
+    def past_of(self, loop: ScriptLoop, target: _Target) -> _Past:
+        """The past of a loop that is not begun, since ``target`` is further on in the round of the loop around it, or
         below all loops."""
         level = self.stack.index(loop)
-        assert self._target is not None, "a version has been restored, and the way to its place is not over"
         if level == 0:
-            return _Past(RngState.now().plain(), self._target[0].now)
-        past = self._target[level - 1].past[loop.ordinal]
+            return _Past(RngState.now().plain(), target.levels[0].now)
+        past = target.levels[level - 1].past[loop.ordinal]
         self.stack[level - 1].past.append(past)
         return past
 
-    def _go(self, own: Loop) -> None:
-        """A version has been restored. If this is not its place, go there."""
-        assert self._target is not None, "a version has been restored, and the way to its place is not over"
-        target, was_seeking = self._target, self._seeking
-        for level, (loop, there) in enumerate(zip(self.stack, target, strict=False)):
+    def _go(self, own: Loop, target: _Target) -> None:
+        """A version has been restored. If this is not its place, ``target``, go there."""
+        levels, was_seeking = target.levels, self._seeking
+        for level, (loop, there) in enumerate(zip(self.stack, levels, strict=False)):
             if level == 0 and loop.key != there.key:
                 raise UnsupportedError(
                     f"{loop.place}: the steps that are restored were taken in the loop at line {abs(there.key[1])} of "
@@ -523,11 +546,11 @@ class ScriptLoops:
             if (loop.key, loop.ordinal) != (there.key, there.ordinal):
                 if was_seeking and loop.ordinal >= there.ordinal:
                     raise self._lost(loop)
-                raise self._leave(own, level if was_seeking else level - 1, loop=was_seeking)
+                raise self._leave(own, level, target) if was_seeking else self._leave(own, level - 1)
             if loop.index != there.index:
                 raise self._leave(own, level)
-        if len(self.stack) != len(target):
-            raise self._leave(own, min(len(self.stack), len(target)) - 1)
+        if len(self.stack) != len(levels):
+            raise self._leave(own, min(len(self.stack), len(levels)) - 1)
         data = self._data.get(self.stack[-1].key)
         if data is not None and data.must_be_entered:
             raise self._leave(own, len(self.stack) - 2)
@@ -535,13 +558,13 @@ class ScriptLoops:
         for key, other in self._data.items():
             if key != self.stack[-1].key:
                 other.left()
-        for number, (loop, there) in enumerate(zip(self.stack, target, strict=True)):
+        for number, (loop, there) in enumerate(zip(self.stack, levels, strict=True)):
             if not any(inner.is_in_function_of(loop) for inner in self.stack[number + 1 :]):  # else that one does it
                 loop.arrived(there.now)
 
-    def _leave(self, own: Loop, level: int, *, loop: bool = False) -> _Leave:
+    def _leave(self, own: Loop, level: int, target: _Target | None = None) -> _Leave:
         self._go_back(own)
-        return _Leave(level, loop=loop)
+        return _Leave(level, target)
 
     def _go_back(self, own: Loop) -> None:
         self._seeking, self._handed_out = True, False
@@ -562,13 +585,12 @@ class ScriptLoops:
     def capture(self, version: int) -> dict[str, Any]:
         """Where the loops stand, in plain values."""
         self.files.flush()
-        levels, ended = self._target, self._target_ended
-        if levels is None:
-            levels = [loop.level(saved) for loop, saved in self._variables()]
-            ended = self._ending
+        place = self._target
+        if place is None:
+            place = _Target(tuple(loop.level(saved) for loop, saved in self._variables()), self._ending)
         return {
-            "levels": [level.plain() for level in levels],
-            "ended": ended,
+            "levels": [level.plain() for level in place.levels],
+            "ended": place.ended,
             "printed": self.output.newest(version),
             "environment": self._environment.now(),
         }
@@ -592,16 +614,17 @@ class ScriptLoops:
         left_out = [*saved.left_out, *self._exchanged(loop, saved)]
         left_out = [name for name in left_out if (*loop.key, name) not in self._named]
         self._named.update((*loop.key, name) for name in left_out)
-        if left_out and self._session is not None:
-            self._session.tell_not_registered(
+        session = None if self._protection is None else self._protection.session
+        if left_out and session is not None:
+            session.tell_not_registered(
                 f"{loop.place}: carried from step to step, and not brought back by a recovery: {', '.join(left_out)} "
                 "(too large, or of what cannot be made again); if they are needed after one, recovery.register() an "
                 "object that holds them"
             )
         for path in kept.intersection(saved.too_long) if saved.too_long else ():
             kept.remove(path)
-            if self._session is not None:
-                self._session.tell_not_registered(
+            if session is not None:
+                session.tell_not_registered(
                     f"{loop.place}: {path} has grown too long to be brought back from here on; if it is needed after a "
                     "recovery, recovery.register() an object that holds it"
                 )
@@ -619,7 +642,7 @@ class ScriptLoops:
 
     def restore(self, state: dict[str, Any], version: int) -> None:
         self._restores += 1
-        self._target, self._target_ended = [_Level.of(level) for level in state["levels"]], state["ended"]
+        self._target = _Target(tuple(map(_Level.of, state["levels"])), state["ended"])
         self.output.restore(version, state["printed"])
         self.files.restore(version)
         self._environment.put(state["environment"])
@@ -698,8 +721,9 @@ class ScriptLoop:
 
     @property
     def frame(self) -> types.FrameType:
-        """The frame of the function in which it runs."""
-        assert self._frame is not None, "it has begun to run, protected"
+        """The frame of the function in which it runs. Raises RegistrationError where it runs unprotected."""
+        if self._frame is None:
+            raise RegistrationError(f"{self.place}: this loop does not run, or is not protected")
         return self._frame
 
     @property
@@ -724,8 +748,8 @@ class ScriptLoop:
             return False
         stack = self._loops.stack
         level = stack.index(self)
-        if isinstance(error, _Leave) and error.level == level and error.loop:
-            past = self._loops.past_of(self)
+        if isinstance(error, _Leave) and error.level == level and error.target is not None:
+            past = self._loops.past_of(self, error.target)
             restore_rng(past.rng)
             self.exhausted = past.exhausted
             self.arrived(past.end)
@@ -853,7 +877,7 @@ class ScriptLoop:
         if not self._active or error is None:
             return False
         if isinstance(error, _Leave):
-            return not error.loop and error.level == self._loops.stack.index(self)
+            return error.target is None and error.level == self._loops.stack.index(self)
         return self._loops.interrupted(error)
 
     def passes(self, error: BaseException | None) -> bool:

@@ -157,7 +157,6 @@ class ScriptPreimport:
         self._uncertain = uncertain
 
     def _set(self, setting: Setting, learned: pb.Modules) -> None:
-        assert setting.name is not None, "where a name is not known, reading ends"
         value = learned.env.get(setting.name) if setting.value is None else setting.value
         self._uncertain.discard(setting.name)
         if value is None:

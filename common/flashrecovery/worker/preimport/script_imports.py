@@ -59,10 +59,9 @@ class Import:
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting of a variable. ``name`` None: of an unknown variable. ``value`` None: to an unknown value.
-    ``default``: if it is not set already."""
+    """The setting of a variable. ``value`` None: to an unknown value. ``default``: if it is not set already."""
 
-    name: str | None
+    name: str
     value: str | None
     default: bool = False
 
@@ -146,7 +145,7 @@ class _Reader:
             tree = self._tree(file)
             for node in ast.walk(tree) if tree is not None else ():
                 for found in _set_by(node):
-                    if found.name is None:
+                    if found is None:
                         return None
                     settings.add(found)
                 for module in _imported_by(node, package):
@@ -183,7 +182,7 @@ class _Reader:
 
     def _other(self, statement: ast.stmt, certain: bool, where: str, patches: _Patches) -> None:
         for found in _settings(statement):
-            if found.name is None:
+            if found is None:
                 raise _EndError(f"{where}: variables are set whose names are not known")
             known = found if certain else Setting(found.name, None)
             if known.value is None and READ_IN_C.match(found.name):
@@ -369,47 +368,51 @@ def _own_files(name: str, find: FindOwn) -> list[tuple[Path, str]] | None:
     return files
 
 
-def _settings(statement: ast.stmt) -> Iterator[Setting]:
-    """Variables of the environment that a statement sets, calls in it included."""
+def _settings(statement: ast.stmt) -> Iterator[Setting | None]:
+    """Variables of the environment that a statement sets, calls in it included; None: one whose name is not known."""
     for node in ast.walk(statement):
         if node is statement or isinstance(node, ast.Call):
             yield from _set_by(node)
 
 
-def _set_by(node: ast.AST) -> Iterator[Setting]:
+def _set_by(node: ast.AST) -> Iterator[Setting | None]:
     """Variables of the environment that this statement or call sets by itself."""
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
             if isinstance(target, ast.Subscript) and _is_environ(target.value):
                 plain = None if isinstance(node, ast.AugAssign) else node.value
-                yield Setting(_text(target.slice), _text(plain))
+                yield _setting(_text(target.slice), _text(plain))
             elif _is_environ(target) or (node.value is not None and _is_environ(node.value)):
-                yield Setting(None, None)
+                yield None
     elif isinstance(node, ast.Delete):
         for target in node.targets:
             if isinstance(target, ast.Subscript) and _is_environ(target.value):
-                yield Setting(_text(target.slice), None)
+                yield _setting(_text(target.slice), None)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         yield from _called(node, node.func)
 
 
-def _called(call: ast.Call, function: ast.Attribute) -> Iterator[Setting]:
+def _called(call: ast.Call, function: ast.Attribute) -> Iterator[Setting | None]:
     method, of_environ = function.attr, _is_environ(function.value)
     if method in ("putenv", "unsetenv") or (method in ("setdefault", "pop") and of_environ):
         given = [*(_text(argument) for argument in call.args), None, None]
-        yield Setting(given[0], None if method in ("pop", "unsetenv") else given[1], default=method == "setdefault")
+        yield _setting(given[0], None if method in ("pop", "unsetenv") else given[1], default=method == "setdefault")
     elif method == "clear" and of_environ:
-        yield Setting(None, None)
+        yield None
     elif method == "update" and of_environ:
         for keyword in call.keywords:
-            yield Setting(keyword.arg, _text(keyword.value))
+            yield _setting(keyword.arg, _text(keyword.value))
         for argument in call.args:
             if isinstance(argument, ast.Dict):
                 for key, value in zip(argument.keys, argument.values, strict=True):
-                    yield Setting(_text(key), _text(value))
+                    yield _setting(_text(key), _text(value))
             else:
-                yield Setting(None, None)
+                yield None
+
+
+def _setting(name: str | None, value: str | None, *, default: bool = False) -> Setting | None:
+    return None if name is None else Setting(name, value, default)
 
 
 def _is_environ(node: ast.expr) -> bool:

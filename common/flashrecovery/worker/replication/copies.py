@@ -88,12 +88,11 @@ class Copies:
         self._policy = policy = decide(facts, registry, settings)
         for risk in policy.risks if registry.rank == 0 else ():
             on_risk(risk)
-        keep = self._snapshots.outliving if self._snapshots.there else None
+        keep = self._snapshots.outliving
         self._members: tuple[int, ...] | None = None  # of a job that has just changed its size
 
         def context(name: str) -> CopyContext:
             group = groups.create_control_group(name)
-            assert group is not None, "all ranks are its members"
             return CopyContext(group, look=look, same=structure_watch, on_kept=on_kept, on_risk=on_risk)
 
         self._parity: ParityCopies | None = None
@@ -240,9 +239,10 @@ class Copies:
         version, so its rank-local state must have been sent by then. Not ``sealed``: it is not final yet, and no copy
         of it is kept.
         """
-        assert self._peers is not None, "asked where peers keep copies"
-        self._peers.commit(version, self._registry.local_state.at(version) if sealed else None, early=True)
-        self._peers.wait()
+        if (peers := self._peers) is None:
+            raise RestoreError(f"rank {self._registry.rank} has no neighbour that could keep its rank-local state")
+        peers.commit(version, self._registry.local_state.at(version) if sealed else None, early=True)
+        peers.wait()
 
     def save_checkpoint_if_due(self, version: int, generation: int) -> None:
         """The live state is ``version``, and does not change before :meth:`start` has been called for it."""
@@ -414,8 +414,10 @@ class Copies:
     @property
     def _kept(self) -> PreStepCopy | None:
         """Makes the copy that the node's snapshot process holds, too."""
-        outlives = self._snapshots.there and not self._policy.ring_of_each_size and not self._snapshots.given_up
-        return self._every_step if outlives else None
+        snapshots = self._snapshots
+        if snapshots.outliving is None or snapshots.given_up or self._policy.ring_of_each_size:
+            return None
+        return self._every_step
 
     @property
     def keeps_undo(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.plan.ownership import turned_out_own
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint.keys import writer_of
-from flashrecovery.redundancy.memory.flat_buffer import Beside, Outliving
+from flashrecovery.redundancy.memory.flat_buffer import Beside, Keep, Outliving
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.files import LAST, OF_PAGE, memory_name
@@ -24,29 +25,23 @@ class RankSnapshots:
     Raises UnsupportedError if what an earlier launch has left is of another number of ranks."""
 
     def __init__(self, registry: Registry, keeper: Keeper | None) -> None:
-        self._registry, self._keeper = registry, keeper
+        self._registry = registry
         self._left = keeper.left() if keeper is not None else {}
         for ranks in {int(name.rpartition("-")[2]) for name in self._left} - {registry.world_size}:
             raise UnsupportedError(
                 f"the snapshots that were found are of a job of {ranks} ranks, and this one has {registry.world_size}: "
                 f"launch it with {ranks}, or choose another --run-dir"
             )
-        self._last = None if keeper is None else LastCopy(self.outliving(LAST), self.outliving(OF_PAGE))
+        self.outliving: Keep | None = None if keeper is None else partial(self._outliving, keeper)
+        """How the slot of this name is kept; None: the node has no snapshot process."""
+        self._last = None if self.outliving is None else LastCopy(self.outliving(LAST), self.outliving(OF_PAGE))
         self.given_up = False
 
     def give_up(self) -> None:
         """Nothing of this rank outlives its processes any more."""
         self.given_up = True
 
-    @property
-    def there(self) -> bool:
-        """The node has a snapshot process."""
-        return self._keeper is not None
-
-    def outliving(self, name: str) -> Outliving:
-        """How the slot of this name is kept."""
-        keeper = self._keeper
-        assert keeper is not None, "asked where the node has a snapshot process"
+    def _outliving(self, keeper: Keeper, name: str) -> Outliving:
         name = memory_name(name, self._registry.world_size)
 
         def keep(memory: SharedMemory | None) -> None:

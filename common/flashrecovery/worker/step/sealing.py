@@ -33,10 +33,11 @@ class LocalStates(Protocol[Mark]):
 
 
 @dataclass(frozen=True)
-class Shown:
+class Shown(Generic[Mark]):
     """What a complete step has shown of the script; see
-    :meth:`flashrecovery.worker.local_state.step_profile.StepProfile.learn`."""
+    :meth:`flashrecovery.worker.local_state.step_profile.StepProfile.learn`. ``at_end``: this rank's own state then."""
 
+    at_end: Mark
     late: bool
     changed: bool
 
@@ -55,7 +56,6 @@ class Sealing(Generic[Mark]):
         self._written: Mark | None = None  # what has been written, in this step
         self._at_seal: Mark | None = None
         self._at_mutation: Mark | None = None
-        self._at_end: Mark | None = None
 
     def start(self) -> None:
         """Seal version 0: what the script has set up."""
@@ -92,22 +92,21 @@ class Sealing(Generic[Mark]):
         if sealed:
             self._write(version, now, early=True)
 
-    def shown(self, version: int) -> Shown:
+    def shown(self, version: int) -> Shown[Mark]:
         """The step that has made ``version`` is over, with all that the script has done below it."""
-        now = self._at_end = self._local_states.drawn()
+        now = self._local_states.drawn()
         before = self._at_mutation if self._habits.reseal else self._at_seal
         self.late = {v: late for v, late in self.late.items() if v > version - VERSIONS_KEPT}
         self.late[version] = now != before
-        return Shown(late=now != self._at_mutation, changed=self._at_mutation != self._at_seal)
+        return Shown(now, late=now != self._at_mutation, changed=self._at_mutation != self._at_seal)
 
-    def complete(self, version: int) -> None:
-        """Called after :meth:`shown`, when the common state of ``version`` has been captured: writes the last
-        rank-local state."""
-        assert self._at_end is not None, "shown() comes before"
-        if self._written == self._at_end:
+    def complete(self, version: int, shown: Shown[Mark]) -> None:
+        """Called with what :meth:`shown` returned, when the common state of ``version`` has been captured: writes the
+        last rank-local state."""
+        if self._written == shown.at_end:
             self._local_states.finish(version)
         else:
-            self._write(version, self._at_end, early=False)
+            self._write(version, shown.at_end, early=False)
 
     def _write(self, version: int, drawn: Mark, *, early: bool) -> None:
         self._local_states.write(version, drawn, early=early)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from flashrecovery.plan.parity.code import BUCKET, ParityLayout, StripePart, encode_traffic
 from flashrecovery.redundancy.parity.bucket import decode_bucket
-from flashrecovery.redundancy.parity.frames import deltas, digest
+from flashrecovery.redundancy.parity.frames import DeltaBase, deltas, digest
 from flashrecovery.redundancy.parity.store import ParityStore
 from flashrecovery.redundancy.parity.xor import NumpyXor, Xor, xor
 
@@ -136,7 +136,7 @@ def group_step(nbytes: int, members: int, parity: int, bucket: int, compute: Xor
     known = {column: bytes(15) + b"1" for column in range(layout.columns)}
 
     def send() -> int:
-        for frame in deltas(layout, 0, 2, new, 1, old, arithmetic=compute):
+        for frame in deltas(layout, 0, 2, new, DeltaBase(1, old), arithmetic=compute):
             frame.header()
         return nbytes
 

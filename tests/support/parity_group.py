@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from flashrecovery.plan.parity.code import ParityLayout, Route, StripePart
 from flashrecovery.plan.parity.decode import DecodePlan, DecodeTask, Held, StripeSource, decode_plan
 from flashrecovery.redundancy.parity.bucket import decode_bucket, encode_bucket
-from flashrecovery.redundancy.parity.frames import NO_BASE, Frame, FrameKind, deltas, digest
+from flashrecovery.redundancy.parity.frames import NO_BASE, DeltaBase, Frame, FrameKind, deltas, digest
 from flashrecovery.redundancy.parity.member import ParityMember
 
 
@@ -76,8 +76,8 @@ class ParityGroup:
             member.begin(version, base)
         queues = []
         for m in range(self.layout.members):
-            old = None if base == NO_BASE else self.contents[base][m]
-            frames = deltas(self.layout, m, version, contents[m], base, old, self.route)
+            old = None if base == NO_BASE else DeltaBase(base, self.contents[base][m])
+            frames = deltas(self.layout, m, version, contents[m], old, self.route)
             queues.append([frame._replace(payload=bytes(frame.payload)) for frame in frames])
         return queues
 

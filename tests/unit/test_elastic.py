@@ -30,7 +30,7 @@ from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.data import global_batches as elastic
-from flashrecovery.worker.data.global_batches import ElasticBatches
+from flashrecovery.worker.data.global_batches import BatchSettings, ElasticBatches
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.reshard import elastic_checks
 from tests.unit.test_machine import World
@@ -641,7 +641,8 @@ def test_a_configuration_that_is_refused(elastic: dict[str, Any], more: dict[str
 def batches(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, **more: Any) -> ElasticBatches:
     monkeypatch.setattr(elastic, "_place", lambda _: (rank, size))
     data = TensorDataset(torch.arange(30, dtype=torch.float64))
-    return ElasticBatches(data, **{"global_batch": 12, "micro_batch": 2, "seed": 4, **more})
+    ours = {name: more.pop(name) for name in ("models", "framework", "watched") if name in more}
+    return ElasticBatches(data, BatchSettings(**{"global_batch": 12, "micro_batch": 2, "seed": 4, **more}), **ours)
 
 
 @pytest.mark.parametrize("averaged", [True, False])

@@ -50,7 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], **more: Any) -
     given: dict[str, Any] = {"counted": True, "chunks": 2, "runs": pairs, **more}
     batch = FrameworkBatch(GLOBAL, MICRO, **given)
     return batches_of.ElasticBatches(
-        TensorDataset(torch.arange(30)), global_batch=None, micro_batch=None, seed=5, framework=lambda: batch
+        TensorDataset(torch.arange(30)), batches_of.BatchSettings(seed=5), framework=lambda: batch
     )
 
 

@@ -19,7 +19,7 @@ from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.controller.state.restore_plan import decide
 from flashrecovery.errors import JobFailedError, RestoreError
 from flashrecovery.plan import Kind
-from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.elastic.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.plan.reshard.layouts import chunked
 from flashrecovery.plan.reshard.placements import Rows, Whole
@@ -373,7 +373,15 @@ def test_each_place_reads_its_own(before: int, after: int, inner: int, outer: in
     for rank in range(shape.world):
         mine, alike = shards(shape, rank, filled=False)
         rules = (rule(shape.model_rank(rank)),)
-        load(path, [mine, alike], rank=rank, world=shape.world, elastic=True, rules=rules, shape=shape)
+        load(
+            path,
+            [mine, alike],
+            rank=rank,
+            world=shape.world,
+            elastic=True,
+            rules=rules,
+            sharing=Sharing.of_rank(shape, rank),
+        )
         low, high = chunked(7, after)[shape.replica(rank)]
         assert torch.equal(mine.tensors()["param"], whole(shape.model_rank(rank))[low:high])
         assert torch.equal(alike.tensors()["data"], whole(shape.model_rank(rank))[0])
@@ -384,10 +392,10 @@ def test_other_replicas_are_refused(shape: ReplicaShape, tmp_path: Path) -> None
     path, fits = saved(tmp_path, ReplicaShape(3, 2)), shape == ReplicaShape(2, 2)
     mine, rules = shards(shape, 0, filled=False), (rule(0),)
     if fits:
-        load(path, mine, rank=0, world=shape.world, elastic=True, rules=rules, shape=shape)
+        load(path, mine, rank=0, world=shape.world, elastic=True, rules=rules, sharing=Sharing.of_rank(shape, 0))
         return
     with pytest.raises(RestoreError, match="another number of the same replicas can read it"):
-        load(path, mine, rank=0, world=shape.world, elastic=True, rules=rules, shape=shape)
+        load(path, mine, rank=0, world=shape.world, elastic=True, rules=rules, sharing=Sharing.of_rank(shape, 0))
 
 
 def test_a_checkpoint_of_replicas_is_shown_and_not_converted(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from flashrecovery.plan.parity.code import BUCKET, ParityLayout, Route, StripePa
 from flashrecovery.plan.parity.decode import DecodePlan, decode_plan
 from flashrecovery.redundancy.parity import member as module
 from flashrecovery.redundancy.parity.bucket import decode_bucket, encode_bucket
-from flashrecovery.redundancy.parity.frames import NO_BASE, Frame, FrameKind, deltas
+from flashrecovery.redundancy.parity.frames import NO_BASE, DeltaBase, Frame, FrameKind, deltas
 from flashrecovery.redundancy.parity.member import ParityMember
 from flashrecovery.redundancy.parity.store import ParityStore
 from flashrecovery.redundancy.parity.xor import NativeXor, NumpyXor, xor
@@ -437,7 +437,7 @@ def test_torn_at_every_step(base: int, torn: str, monkeypatch: pytest.MonkeyPatc
 CHILD = """
 import mmap, random, sys
 from flashrecovery.plan.parity.code import ParityLayout, StripePart
-from flashrecovery.redundancy.parity.frames import NO_BASE, deltas
+from flashrecovery.redundancy.parity.frames import NO_BASE, DeltaBase, deltas
 from flashrecovery.redundancy.parity.member import ParityMember
 fd, start, seed = map(int, sys.argv[1:])
 layout = ParityLayout((300_000, 290_001, 250_000), 1, 4096)
@@ -455,7 +455,7 @@ while True:
     now, before = contents(version), contents(base) if base != NO_BASE else None
     member.begin(version, base)
     for m in (1, 2):
-        for frame in deltas(layout, m, version, now[m], base, before and before[m]):
+        for frame in deltas(layout, m, version, now[m], before and DeltaBase(base, before[m])):
             if frame.stripe == 0:
                 member.receive(frame)
     base, version = version, version + 1
@@ -519,7 +519,7 @@ def test_both_arithmetics_send_the_same_frames() -> None:
     rng = random.Random(3)
     old, new = rng.randbytes(1000), rng.randbytes(1000)
     native, plain = (
-        [(f.header(), bytes(f.payload)) for f in deltas(layout, 0, 2, new, 1, old, arithmetic=compute)]
+        [(f.header(), bytes(f.payload)) for f in deltas(layout, 0, 2, new, DeltaBase(1, old), arithmetic=compute)]
         for compute in (xor(), NumpyXor())
     )
     assert isinstance(xor(), NativeXor) and native == plain and len(native) > 8
@@ -539,9 +539,9 @@ def test_memory_for_a_payload_may_be_written_to_once_the_next_one_is_asked_for(r
         used += 1
         return memory[:nbytes]
 
-    expected = [(f.header(), bytes(f.payload)) for f in deltas(layout, 0, 2, new, 1, old, route)]
+    expected = [(f.header(), bytes(f.payload)) for f in deltas(layout, 0, 2, new, DeltaBase(1, old), route)]
     found = []
-    for frame in deltas(layout, 0, 2, new, 1, old, route, room=room):
+    for frame in deltas(layout, 0, 2, new, DeltaBase(1, old), route, room=room):
         found.append((frame.header(), bytes(frame.payload)))
         memory[:] = bytes(128)
     assert found == expected

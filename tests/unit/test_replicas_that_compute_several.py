@@ -48,8 +48,6 @@ def test_of_calls() -> None:
 def test_of_a_loop_of_ones_own(ranks: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(global_batches, "_place", lambda _: (0, ranks))
     batch = global_batches.FrameworkBatch(12, 1, computing=2)
-    found = global_batches.ElasticBatches(
-        [0] * 24, global_batch=None, micro_batch=None, seed=1, framework=lambda: batch
-    )
+    found = global_batches.ElasticBatches([0] * 24, global_batches.BatchSettings(seed=1), framework=lambda: batch)
     assert list(found.sizes) == sizes
     assert len(list(found.of(0))) == 12 // ranks

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoint import checkpoint as command
 from flashrecovery.errors import ConfigError, DamagedCheckpointError, RestoreError
-from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.elastic.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.reshard.boxes import Box
 from flashrecovery.plan.reshard.placements import Rows, Whole
 from flashrecovery.plan.reshard.rules import TensorRule
@@ -454,7 +454,8 @@ def test_a_ranks_own_state_may_be_that_of_one_that_stood_where_it_does(
     found = newest(tmp_path)
     assert found is not None
     for rank in range(here.world):
-        more: dict[str, Any] = {"rank": rank, "world": here.world, "elastic": True, "shape": here, "rules": ()}
+        more: dict[str, Any] = {"rank": rank, "world": here.world, "elastic": True, "rules": ()}
+        more["sharing"] = Sharing.of_rank(here, rank)
         assert load(found[1], [], **more).lent is None
         read = load(found[1], [], **more, lend=True)
         assert (read.local_state, read.lent) == (None, f"is model rank {here.model_rank(rank)}".encode())

@@ -167,7 +167,10 @@ def check(path: Path, kind: Kind, replicas: int) -> None:
     for rank in range(shape.world):
         model_rank = shape.model_rank(rank)
         mine = [Dirty(shard.name, shard.holders) for shard in shards_of(kind, rank, replicas)]
-        options = {"rules": rules_of(kind, model_rank), "shape": shape, "model_ranks": model_ranks_of(kind, model_rank)}
+        options = {
+            "rules": rules_of(kind, model_rank),
+            "sharing": Sharing.of_rank(shape, rank, model_ranks_of(kind, model_rank)),
+        }
         assert load(path, mine, rank=rank, world=shape.world, elastic=True, **options).common == b"common"  # type: ignore[arg-type]
         expected = held(kind, rank, replicas)
         assert {shard.name for shard in mine} == expected.keys()
@@ -226,8 +229,8 @@ def loaded(path: Path, kind: Kind, replicas: int, *, of: Kind) -> None:
     """As a job of ``kind`` that has the shards and rules of another one."""
     shape = kind.shape(replicas)
     shards: Sequence[LooseShard] = shards_of(of, 0, replicas)
-    rules, model_ranks = rules_of(of, 0), model_ranks_of(kind, 0)
-    load(path, shards, rank=0, world=shape.world, elastic=True, rules=rules, shape=shape, model_ranks=model_ranks)
+    rules, sharing = rules_of(of, 0), Sharing.of_rank(shape, 0, model_ranks_of(kind, 0))
+    load(path, shards, rank=0, world=shape.world, elastic=True, rules=rules, sharing=sharing)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,23 @@ class ModelFile(BaseModel):
         return ModelShape.from_config(config)
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Those of the command."""
+
+    ranks: int
+    memory_gib: float
+    gpus_per_node: int
+    sharding: str
+    recompute: bool
+    even: bool
+    most_cp: int
+    current: str | None
+    run_dir: Path | None
+    top: int
+    as_json: bool
+
+
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--ranks", type=click.IntRange(min=1), required=True, help="GPUs that there are.")
@@ -80,49 +98,37 @@ class ModelFile(BaseModel):
 )
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Number of layouts to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
-def strategies(
-    model: Path,
-    ranks: int,
-    memory_gib: float,
-    gpus_per_node: int,
-    sharding: str,
-    recompute: bool,
-    even: bool,
-    most_cp: int,
-    current: str | None,
-    run_dir: Path | None,
-    top: int,
-    as_json: bool,
-) -> None:
+def strategies(model: Path, **options: Any) -> None:
     """Rank the parallel layouts of a model on a number of ranks: tensor, pipeline, context, expert and data parallel
     sizes, and the micro-batch. MODEL is a YAML file with layers, hidden, heads, vocab, sequence and batch (samples of a
     step), and if need be kv_heads, inner, experts and experts_per_token.
 
     Ends with an error, and says why each kind of candidate is none, if nothing fits.
     """
-    described = _model(model)
-    had = None if current is None else _strategy(current)
+    wanted, described = _Options(**options), _model(model)
+    had = None if wanted.current is None else _strategy(wanted.current)
     try:
         work = Workload(
             described.shape(),
             described.sequence,
             described.batch,
-            Sharding(sharding),
-            recompute=recompute,
-            uneven=not even,
-            most_cp=most_cp,
+            Sharding(wanted.sharding),
+            recompute=wanted.recompute,
+            uneven=not wanted.even,
+            most_cp=wanted.most_cp,
         )
-        found = choose(work, Machines(ranks, gpus_per_node, memory_gib * _GIB), _measured(run_dir, had), had)
+        machines = Machines(wanted.ranks, wanted.gpus_per_node, wanted.memory_gib * _GIB)
+        found = choose(work, machines, _measured(wanted.run_dir, had), had)
     except ValueError as e:
         raise ConfigError(f"{model}: {e}") from e
-    if as_json:
-        click.echo(json.dumps(_plain(found, top), indent=2))
+    if wanted.as_json:
+        click.echo(json.dumps(_plain(found, wanted.top), indent=2))
         return
     console = make_console()
     for line in found.lines:
         console.print(line, highlight=False, markup=False)
     table = Table("", *_SIZES, "ranks", "step", "GiB a GPU", box=None)
-    for number, each in enumerate(found.ranked[:top], 1):
+    for number, each in enumerate(found.ranked[: wanted.top], 1):
         sizes = [str(getattr(each.strategy, name)) for name in _SIZES]
         mark = "*" if each is found.best else ""
         cost = seconds_text(each.step_s), f"{each.memory_bytes / _GIB:.1f}"

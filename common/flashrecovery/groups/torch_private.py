@@ -107,7 +107,7 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
 
     dist.Backend.register_backend(PLUGIN, plugin, extended_api=True, devices=[])
 
-    def helper(
+    def helper(  # noqa: PLR0913 - torch's own parameters
         group_size: int,
         group_rank: int,
         global_ranks_in_group: Sequence[int],

@@ -16,7 +16,13 @@ from torch.utils.data import default_collate
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.worker.data import lightning_fabric
 from flashrecovery.worker.data.accelerate import note_checkpoints, readable, unwrapped
-from flashrecovery.worker.data.global_batches import Dataset, ElasticBatches, FrameworkBatch, GlobalBatches
+from flashrecovery.worker.data.global_batches import (
+    BatchSettings,
+    Dataset,
+    ElasticBatches,
+    FrameworkBatch,
+    GlobalBatches,
+)
 from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
 from flashrecovery.worker.step.step import Step
@@ -279,13 +285,7 @@ class Recovery:
             )
         batches = ElasticBatches(
             dataset,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            seed=seed,
-            shuffle=shuffle,
-            first_step=first_step,
-            averaged=averaged,
-            collate=collate,
+            BatchSettings(global_batch, micro_batch, seed, shuffle, first_step, averaged, collate),
             models=lambda: [thing for thing in self._registered if isinstance(thing, torch.nn.Module)],
             framework=next(iter(self._framework_batches), None),
             watched=self.elastic is not None or self.parallelism is not None,

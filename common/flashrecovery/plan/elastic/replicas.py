@@ -159,6 +159,11 @@ class Sharing:
     shape: ReplicaShape
     model_ranks: tuple[int, ...]
 
+    @staticmethod
+    def of_rank(shape: ReplicaShape, rank: int, model_ranks: tuple[int, ...] = ()) -> Sharing:
+        """That of the state of ``rank``. No ``model_ranks``: its own alone."""
+        return Sharing(shape, model_ranks or (shape.model_rank(rank),))
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """By place."""

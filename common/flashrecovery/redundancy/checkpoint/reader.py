@@ -44,15 +44,14 @@ def load(
     form: CheckpointFormat | None = None,
     elastic: bool = False,
     rules: Sequence[TensorRule] | None = None,
-    shape: ReplicaShape | None = None,
-    model_ranks: tuple[int, ...] = (),
+    sharing: Sharing | None = None,
     lend: bool = False,
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
     ``form`` has some. ``elastic``: another number of ranks may have written it, if they were an elastic job, too.
-    ``rules``: how this job's state is sharded; None: that is not known. ``shape``: which ranks make up replicas; None:
-    each is one. ``model_ranks``: of those among whom this rank's state is sharded; none: its own alone. ``lend``: a
-    rank's own state is that of any other one with its model rank.
+    ``rules``: how this job's state is sharded; None: that is not known. ``sharing``: the ranks among which this rank's
+    state is sharded; None: all, and each of them is a replica. ``lend``: a rank's own state is that of any other one
+    with its model rank.
 
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
@@ -61,8 +60,8 @@ def load(
     """
     path, first = checkpoint.path, checkpoint.first
     _check_format(path, first, form)
-    of = shape or ReplicaShape(world)
-    here = Sharing(of, model_ranks or (of.model_rank(rank),))
+    here = Sharing.of_rank(ReplicaShape(world), rank) if sharing is None else sharing
+    of = here.shape
     if elastic and form is None:
         _check_replicas(path, first, of)
         first = _of_first(checkpoint, here)

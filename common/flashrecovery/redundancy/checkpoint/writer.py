@@ -87,7 +87,7 @@ class _Part:
     @property
     def sharing(self) -> Sharing:
         """Among whom its state is sharded."""
-        return Sharing(self.shape, self.model_ranks or (self.shape.model_rank(self.rank),))
+        return Sharing.of_rank(self.shape, self.rank, self.model_ranks)
 
     @property
     def world(self) -> int:

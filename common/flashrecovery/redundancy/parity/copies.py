@@ -41,7 +41,7 @@ from flashrecovery.redundancy.memory.peer_exchange import (
     plain_source,
 )
 from flashrecovery.redundancy.parity.decode import Decoding, WrongParityError
-from flashrecovery.redundancy.parity.frames import NO_BASE, Frame, ParityPlace, PayloadRoom, deltas
+from flashrecovery.redundancy.parity.frames import NO_BASE, DeltaBase, Frame, ParityPlace, PayloadRoom, deltas
 from flashrecovery.redundancy.parity.making import ENCODINGS, MemberState, key_of, to_make
 from flashrecovery.redundancy.parity.member import ParityMember
 from flashrecovery.redundancy.parity.rounds import BatchMemory, Rounds
@@ -519,13 +519,13 @@ class ParityCopies:
             return
         known = next((e for e in self._encodings if e.key == key), None)
         encoding = known or self._new_encoding(key, parity)
-        before = None if making.base == NO_BASE else self._flat(making.base)
+        base = None if making.base == NO_BASE else DeltaBase(making.base, self._flat(making.base))
         member = encoding.member
         member.begin(version, making.base, making.places)
         now = _bytes_of(own.buffer[: layout.nbytes])
 
         def frames(room: PayloadRoom) -> Iterator[Frame]:
-            return deltas(parity, self._me, version, now, making.base, before, places=making.places, room=room)
+            return deltas(parity, self._me, version, now, base, places=making.places, room=room)
 
         paced: AbstractContextManager[None] = nullcontext()
         if self._talk.pacing is not None and layout.nbytes:

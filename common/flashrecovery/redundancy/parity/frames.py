@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -110,13 +111,20 @@ def _check(head: bytes, payload: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(head))
 
 
+@dataclass(frozen=True)
+class DeltaBase:
+    """The version from which a member's deltas lead to the next one, and its flat bytes at that version."""
+
+    version: int
+    content: Buffer
+
+
 def deltas(
     layout: ParityLayout,
     member: int,
     version: int,
     new: Buffer,
-    base: int = NO_BASE,
-    old: Buffer | None = None,
+    base: DeltaBase | None = None,
     route: Route = Route.RELAY,
     arithmetic: Xor | None = None,
     places: Collection[ParityPlace] | None = None,
@@ -126,15 +134,14 @@ def deltas(
     its part. All stripes side by side, so that no holder waits for the others'.
 
     Args:
-        new, old: the member's flat bytes at ``version`` and ``base``; neither may change meanwhile. Without ``old``
-            everything is sent as it is.
+        new: the member's flat bytes at ``version``. Neither these nor those of ``base`` may change meanwhile.
+        base: None: everything is sent as it is.
         places: the parities that are made, the same for all members; all of them if not given.
         room: where a delta that goes to one holder only is written; without it, into new memory.
     """
     compute = arithmetic or xor()
-    now, before = flat(new, layout.sizes[member]), None if old is None else flat(old, layout.sizes[member])
-    if (before is None) != (base == NO_BASE):
-        raise ValueError("a base and its bytes belong together")
+    now, size = flat(new, layout.sizes[member]), layout.sizes[member]
+    before, base_version = (None, NO_BASE) if base is None else (flat(base.content, size), base.version)
     parts = {stripe: _sent_to(layout, stripe, route, places) for stripe in layout.data_stripes(member)}
     scratch = memoryview(bytearray(layout.bucket))
     stripes = [stripe for stripe in layout.data_stripes(member) if parts[stripe]]
@@ -154,10 +161,10 @@ def deltas(
             sent[stripe] += 1
             known = digest(content)
             for part in parts[stripe]:
-                yield Frame(FrameKind.DELTA, part, version, base, member, stripe, bucket, known, payload)
+                yield Frame(FrameKind.DELTA, part, version, base_version, member, stripe, bucket, known, payload)
     for stripe in stripes:
         for part in parts[stripe]:
-            yield Frame(FrameKind.DONE, part, version, base, member, stripe, sent[stripe])
+            yield Frame(FrameKind.DONE, part, version, base_version, member, stripe, sent[stripe])
 
 
 def _sent_to(

@@ -142,13 +142,26 @@ class GlobalBatches(Protocol):
         """Raises RegistrationError unless ``step``, which is about to be committed, has taken its whole batch here."""
 
 
+@dataclass(frozen=True)
+class BatchSettings:
+    """What a script says of the global batch; see :meth:`flashrecovery.worker.recovery.Recovery.elastic_batches`. A
+    size that is None is taken from the framework's configuration."""
+
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    first_step: int = 0
+    averaged: bool = True
+    collate: Callable[[list[Any]], Any] = default_collate
+
+
 class ElasticBatches:
     """The global batches of a data set; see :meth:`flashrecovery.worker.recovery.Recovery.elastic_batches`.
 
     Args:
         models: returns the models whose gradients are reduced in a step's last micro-batch.
-        framework: returns the batch of a framework that divides and averages itself; None: there is none. Sizes that
-            are None are taken from it.
+        framework: returns the batch of a framework that divides and averages itself; None: there is none.
         watched: count forward passes, to check whether micro-batches are computed in turn.
 
     Raises ConfigError: a size is not possible, or some replicas would have nothing to do.
@@ -159,14 +172,8 @@ class ElasticBatches:
     def __init__(
         self,
         dataset: Dataset,
+        settings: BatchSettings,
         *,
-        global_batch: int | None,
-        micro_batch: int | None,
-        seed: int,
-        shuffle: bool = True,
-        first_step: int = 0,
-        averaged: bool = True,
-        collate: Callable[[list[Any]], Any] = default_collate,
         models: Callable[[], Sequence[torch.nn.Module]] = tuple,
         framework: Callable[[], FrameworkBatch] | None = None,
         watched: bool = True,
@@ -174,13 +181,13 @@ class ElasticBatches:
         own = None if framework is None else framework()
         self._framework, self._sizes = framework, None if own is None else own.sizes
         self._counted, self._seed_framework = (False, None) if own is None else (own.counted, own.seed)
-        global_batch = _one_of("global_batch", global_batch, None if own is None else own.global_batch)
-        micro_batch = _one_of("micro_batch", micro_batch, None if own is None else own.micro_batch)
+        global_batch = _one_of("global_batch", settings.global_batch, None if own is None else own.global_batch)
+        micro_batch = _one_of("micro_batch", settings.micro_batch, None if own is None else own.micro_batch)
         self._dataset = dataset
-        self._seed = seed
-        self._first_step = first_step
-        self._averaged = averaged
-        self._collate = collate
+        self._seed = seed = settings.seed
+        self._first_step = settings.first_step
+        self._averaged = settings.averaged
+        self._collate = settings.collate
         self._models = models
         self._replicas = None if own is None else own.replicas
         self._computing, self._chunks = (1, 1) if own is None else (own.computing, own.chunks)
@@ -194,17 +201,22 @@ class ElasticBatches:
         self._late = False  # ... and computed afterwards
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
-        self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
+        self._shape = {
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "seed": seed,
+            "shuffle": settings.shuffle,
+        }
         self._most = 0
         self._fetch_pre_hook: Callable[[], None] = lambda: None
         self._through: set[tuple[int, int]] = set()  # (step, chunk) whose micro-batches have all been yielded
         try:
-            self._order = SampleOrder(len(dataset), global_batch, seed if shuffle else None)
+            self._order = SampleOrder(len(dataset), global_batch, seed if settings.shuffle else None)
             micro_batches = BatchSplit(global_batch, micro_batch, 1).micro_batches
         except ValueError as e:
             raise ConfigError(f"elastic_batches(): {e}") from e
         replicas = self._place()[1]
-        if own is not None and not averaged:
+        if own is not None and not settings.averaged:
             raise ConfigError("elastic_batches(): averaged=False: the framework averages gradients over the replicas")
         if own is not None and micro_batches % replicas:
             raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError
+from flashrecovery.plan.elastic.replicas import Sharing
 from flashrecovery.redundancy.checkpoint import reader, writer
 from flashrecovery.redundancy.checkpoint.manifest import StoredCheckpoint
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
@@ -90,8 +91,7 @@ class FallbackCheckpoints:
             form=form,
             elastic=self._elastic,
             rules=registry.rules() if self._elastic else None,
-            shape=registry.shape.now(registry.members) if self._elastic else None,
-            model_ranks=registry.model_ranks() if self._elastic else (),
+            sharing=self._sharing() if self._elastic else None,
             lend=of_calls,
         )
         local_state = plain.lent if plain.local_state is None else plain.local_state
@@ -105,6 +105,10 @@ class FallbackCheckpoints:
         )
         registry.common.keep(version, plain.common)
         return other
+
+    def _sharing(self) -> Sharing:
+        registry = self._registry
+        return Sharing.of_rank(registry.shape.now(registry.members), registry.rank, registry.model_ranks())
 
     def close(self) -> None:
         """Returns when the part that is being written is complete, or after a minute."""

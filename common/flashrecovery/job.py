@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link.session import ControllerSession, answers
@@ -22,7 +23,7 @@ from flashrecovery.agent.peers.service import PeerDuties, PeerService
 from flashrecovery.agent.processes.process_manager import Places
 from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.service.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService, new_machine
 from flashrecovery.controller.storage.node_failure_file import marks_path
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import ControllerStarted, EventLog, RunDir, RunFiles
@@ -38,6 +39,9 @@ from flashrecovery.runtime import early_signals
 from flashrecovery.runtime.addresses import address_towards, is_free, is_here, resolve, split_address
 from flashrecovery.snapshot.files import LAST_CHECKPOINT
 from flashrecovery.util.clock import lease_clock
+
+if TYPE_CHECKING:
+    from flashrecovery.observe.recorder import Recorder
 
 LOOPBACK = "127.0.0.1"
 _DISMISS_S = 5.0
@@ -197,11 +201,17 @@ async def controller(
 ) -> AsyncIterator[tuple[ControllerService, str]]:
     """The controller, and where it listens (HOST:PORT). ``agent``: that of the same process. ``home``: the job's run
     directory, in which ``run_dir`` may be one of several."""
+    from flashrecovery.observe.recorder import Recorder  # an agent without a controller does not pay for it
+
     with closing(EventLog(run_dir.events_path)) as events:
+        machine = new_machine(config, run_dir)
+        recorder = Recorder(machine, run_dir)
         service = ControllerService(
-            config, rendezvous.access, events, run_dir, quorum, marks_path(config.node_failure_log, home), home
+            *(config, rendezvous.access, events, run_dir, quorum, marks_path(config.node_failure_log, home), home),
+            machine=machine,
+            course=recorder.course_json,
         )
-        async with observed(config, run_dir, agent, service, events) as url:
+        async with observed(config, run_dir, agent, service, events, recorder) as url:
             try:
                 directory = config.checkpoint.dir
                 kept_in = str(directory.resolve()) if directory is not None else ""
@@ -392,12 +402,15 @@ async def observed(
     agent: Agent | None,
     service: ControllerService | None = None,
     log: EventLog | None = None,
+    recorder: Recorder | None = None,
 ) -> AsyncIterator[str]:
-    """What this process shows of its agent and its controller, which writes to ``log``. Gives the page's URL."""
+    """What this process shows of its agent and its controller, which writes to ``log``, and whose job's course
+    ``recorder`` writes down. Gives the page's URL."""
     observer = Observer(
         config.observe,
         service=service,
         log=log,
+        recorder=recorder,
         agent=agent,
         node_rank=config.node_rank or 0,
         run_dir=str(run_dir.path),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Server and trace of a process that has a controller (with its ``log``), an agent, or both."""
+    """Server and trace of a process that has a controller (with its ``log`` and ``recorder``), an agent, or both."""
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class Observer:
         *,
         service: ControllerService | None = None,
         log: EventLog | None = None,
+        recorder: Recorder | None = None,
         agent: Agent | None = None,
         node_rank: int = 0,
         run_dir: str = "",
@@ -38,7 +39,7 @@ class Observer:
         self._run_dir = run_dir
         self._server: ObserveServer | None = None
         self._tracer: RecoveryTracer | None = None
-        self._recorder: Recorder | None = None
+        self._recorder = recorder
 
     async def start(self) -> str:
         """Begin; call before the first event. Returns the page's URL, "" if none is served.
@@ -51,21 +52,12 @@ class Observer:
 
             self._tracer = RecoveryTracer(otlp_processor(self._settings.otlp_endpoint), self._run_dir)
             self._log.subscribe(self._tracer.take)
-        if self._service is not None and self._log is not None:
-            self._recorder = self._record(self._service, self._log)
+        if self._recorder is not None and self._log is not None:
+            self._log.subscribe(self._recorder.take)
+            self._recorder.start()
         if self._settings.port is None:
             return ""
         return await self._serve(self._settings.host, self._settings.port)
-
-    @staticmethod
-    def _record(service: ControllerService, log: EventLog) -> Recorder:
-        from flashrecovery.observe.recorder import Recorder
-
-        recorder = Recorder(service.machine, service.run_dir)
-        log.subscribe(recorder.take)
-        recorder.start()
-        service.serve_course(lambda: recorder.course().model_dump_json())
-        return recorder
 
     async def _serve(self, host: str, port: int) -> str:
         # here, not at the top: a job that is not observed does not pay for the imports

@@ -53,6 +53,10 @@ class Recorder:
         self._reading: asyncio.Task[Record] | None = None
         self._writing: asyncio.Task[None] | None = None
 
+    def course_json(self) -> str:
+        """See :meth:`course`."""
+        return self.course().model_dump_json()
+
     def start(self) -> None:
         """Begin; needs a running event loop."""
         self._task = asyncio.create_task(self._run())

@@ -66,6 +66,11 @@ _MANY_NODES = 100
 log = logging.getLogger("flashrecovery")
 
 
+def new_machine(config: RunConfig, run_dir: ev.RunDir) -> Machine:
+    """The state machine of a job whose events are in ``run_dir``."""
+    return Machine(config, launch=uuid.uuid4().hex, where=str(run_dir.path))
+
+
 class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     """Puts the parts of a controller together. Runs on one event loop, so the machine needs no lock."""
 
@@ -78,11 +83,18 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         quorum: Quorum | None = None,
         marks: Path | None = None,
         home: Path | None = None,
+        *,
+        machine: Machine | None = None,
+        course: Callable[[], str] | None = None,
     ) -> None:
-        """``marks``: the file in which failures of nodes are remembered; None: they are not. ``home``: the job's run
-        directory, if ``run_dir`` is one of several in it."""
-        self._incarnation = uuid.uuid4().hex
-        self.machine = Machine(config, launch=self._incarnation, where=str(run_dir.path))
+        """
+        Args:
+            marks: the file in which failures of nodes are remembered; None: they are not.
+            home: the job's run directory, if ``run_dir`` is one of several in it.
+            machine: the job's; None: a new one.
+            course: gives the recorded timeline of the job as JSON, for those who ask for it; None: it is not recorded.
+        """
+        self.machine = machine or new_machine(config, run_dir)
         self._config = config
         self._access = access
         self._log = log
@@ -112,7 +124,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._console = Console()
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._course: Callable[[], str] | None = None
+        self._course = course
         self._intake = Inbound(
             self.machine,
             self._agents,
@@ -132,10 +144,6 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._numbers,
         )
         self._actions = Actions(self.machine, receivers, self._record, self.after_beats)
-
-    def serve_course(self, course: Callable[[], str]) -> None:
-        """Answer those who ask for it with the recorded timeline of the job. ``course``: gives it, as JSON."""
-        self._course = course
 
     def take_over(self, why: str) -> None:
         """Begin as the successor of a controller that has been lost."""
@@ -186,7 +194,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         """Is this still the controller that an agent knows?"""
         if self._renewal is None and self._elector_set.needs_newer(request.promised, lease_clock()):
             self._renewal = asyncio.create_task(self._renew(request.promised))
-        return pb.WhoReply(incarnation=self._incarnation, term=self._elector_set.term)
+        return pb.WhoReply(incarnation=self.machine.job.launch, term=self._elector_set.term)
 
     async def _renew(self, promised: int) -> None:
         """An agent has promised not to follow this term any more: get a newer one."""

@@ -305,6 +305,63 @@ def test_such_an_assertion_is_found(line: str) -> None:
     assert _of_none(statement)
 
 
+LATE: dict[str, str] = {
+    "Background._job": "a queue of one job for a thread",
+    "BetaPowers._fault": "armed for one step",
+    "CallBatches._fetch_pre_hook": "the script makes it, perhaps before there is a job",
+    "ElasticBatches._fetch_pre_hook": "the script makes it, perhaps before there is a job",
+    "EngineSteps._check": "made with the engine, before the script's loops are known",
+    "Link._put": "of the connection that there is now; a link outlives several",
+    "LoopFiles._tell": "the process's only one, made on import; told of the job when there is one",
+    "StepData._fetch_pre_hook": "the script makes it, perhaps before there is a job",
+    "_Leave._way": "what ends the node's part differs before and after the job has begun",
+}
+"""Callbacks that an object is given after its construction, and why not in it."""
+
+
+def _late_callbacks(text: str) -> Iterator[str]:
+    """``Class.attribute`` of each attribute that is declared a callable, and set to an argument of a method other than
+    the constructor."""
+    for owner in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+        declared = {
+            ast.unparse(node.target).removeprefix("self.")
+            for node in ast.walk(owner)
+            if isinstance(node, ast.AnnAssign) and "Callable" in ast.unparse(node.annotation)
+        }
+        for method in owner.body:
+            if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) and method.name != "__init__":
+                given = {one.arg for one in (*method.args.args, *method.args.kwonlyargs)} - {"self"}
+                for name, value in _set_in(method):
+                    used = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+                    if name in declared and used & given:
+                        yield f"{owner.name}.{name}"
+
+
+def _set_in(method: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Attributes of ``self``, and what they are set to."""
+    for node in ast.walk(method):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            assert isinstance(node, ast.Assign)
+            several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts, strict=False) if several else [(target, node.value)]  # type: ignore[attr-defined]
+            for one, value in pairs:
+                if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self":
+                    yield one.attr, value
+
+
+def test_callbacks_are_given_to_the_constructor() -> None:
+    found = {name for path in _files() for name in _late_callbacks(path.read_text())}
+    assert found <= LATE.keys(), "make what it calls first, and give it to the constructor"
+    assert LATE.keys() <= found, "not bound late any more: take it out of LATE"
+
+
+@pytest.mark.parametrize("line", ["self.call = given", "self.call, self.n = given, 1", "self.call = partial(given, 1)"])
+def test_a_late_callback_is_found(line: str) -> None:
+    text = "class Service:\n    call: Callable[[], str] | None = None\n    def bind(self, given):\n        "
+    assert list(_late_callbacks(text + line)) == ["Service.call"]
+    assert not list(_late_callbacks((text + line).replace("bind", "__init__")))
+
+
 _CLASSES = """
 class Node:
     def __init__(self) -> None:

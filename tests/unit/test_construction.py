@@ -260,6 +260,11 @@ def _files() -> list[Path]:
 
 
 @cache
+def _trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in _files()]
+
+
+@cache
 def _of_product() -> dict[str, list[str]]:
     found = defaultdict[str, list[str]](list)
     for what, where in Code((path.relative_to(ROOT), path.read_text()) for path in _files()).set_from_outside():
@@ -289,8 +294,8 @@ def _of_none(node: ast.AST) -> bool:
 def test_what_is_there_is_said_by_its_type() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in _files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, tree in _trees()
+        for node in ast.walk(tree)
         if _of_none(node)
     ]
     assert not found, (
@@ -319,10 +324,10 @@ LATE: dict[str, str] = {
 """Callbacks that an object is given after its construction, and why not in it."""
 
 
-def _late_callbacks(text: str) -> Iterator[str]:
+def _late_callbacks(tree: ast.AST) -> Iterator[str]:
     """``Class.attribute`` of each attribute that is declared a callable, and set to an argument of a method other than
     the constructor."""
-    for owner in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         declared = {
             ast.unparse(node.target).removeprefix("self.")
             for node in ast.walk(owner)
@@ -350,7 +355,7 @@ def _set_in(method: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def test_callbacks_are_given_to_the_constructor() -> None:
-    found = {name for path in _files() for name in _late_callbacks(path.read_text())}
+    found = {name for _, tree in _trees() for name in _late_callbacks(tree)}
     assert found <= LATE.keys(), "make what it calls first, and give it to the constructor"
     assert LATE.keys() <= found, "not bound late any more: take it out of LATE"
 
@@ -358,8 +363,89 @@ def test_callbacks_are_given_to_the_constructor() -> None:
 @pytest.mark.parametrize("line", ["self.call = given", "self.call, self.n = given, 1", "self.call = partial(given, 1)"])
 def test_a_late_callback_is_found(line: str) -> None:
     text = "class Service:\n    call: Callable[[], str] | None = None\n    def bind(self, given):\n        "
-    assert list(_late_callbacks(text + line)) == ["Service.call"]
-    assert not list(_late_callbacks((text + line).replace("bind", "__init__")))
+    assert list(_late_callbacks(ast.parse(text + line))) == ["Service.call"]
+    assert not list(_late_callbacks(ast.parse((text + line).replace("bind", "__init__"))))
+
+
+SINGLE: dict[str, str] = {
+    "AbortOrder": "QuietAbort",
+    "Accelerator": "Cuda",
+    "AutoStart": "AutoProtection",
+    "Below": "Loop",
+    "ControllerConnection": "ControllerSession",
+    "DeviceMark": "CudaMark",
+    "Elsewhere": "Fetched",
+    "Hearer": "ControllerService",
+    "Limits": "Timeouts",
+    "LocalStates": "_LocalStates",
+    "LogicalState": "MegatronLogical",
+    "Network": "PacedNetwork",
+    "OwnObjects": "ScriptLoops",
+    "Places": "Guards",
+    "ProcessObserver": "Agent",
+    "Protected": "Loop",
+    "Restorable": "Loop",
+    "ScriptPlace": "ScriptLoops",
+    "SessionEvents": "ControllerService",
+    "ShardLayout": "RuledShardLayout",
+    "SideStream": "CudaStream",
+    "Stream": "Link",
+    "Watched": "Agent",
+}
+"""Interfaces with one implementation, and that one. Each says in its docstring why it is there all the same: what
+implements it lies above, where its folder may not import from, or tests and other projects have an own one."""
+
+SEVERAL: dict[str, str] = {
+    "Accumulation": "AutoSteps, EngineSteps",
+    "Adapter": "adapters of all frameworks",
+    "CheckpointFormat": "EngineCheckpoint, MegatronCheckpoint",
+    "Child": "subprocess.Popen, Adopted, ForeignProcess",
+    "Dataset": "torch's, and any object of a script",
+    "GlobalBatches": "CallBatches, ElasticBatches",
+    "HasBox": "LocalBox, Share, Segment, ...",
+    "HealthPlugin": "HostPlugin, NvidiaPlugin",
+    "Keys": "torch's TCPStore, which an agent may not import",
+    "LoopState": "FitState, TrainerLoop, LMLoop",
+    "Numbered": "two messages of the protocol",
+    "Pattern": "Whole, EqualRanges, Slices, ...",
+    "PeerCopies": "NeighbourCopies, ParityCopies",
+    "PlacedLoop": "FitState, LMLoop",
+    "Prepared": "ReadyTensors, _PreparedFSDP2",
+    "Probe": "Attributes, Parameters, Uses, ...",
+    "ProcessProvider": "Guards, Spawned, Zygotes, ...",
+    "Shard": "ObjectShard, ParamShard, ...",
+    "Stateful": "any object of a script",
+    "StepData": "DataStream, LoopData",
+    "StepHooks": "Transaction, TimedHooks",
+    "StepRules": "ElasticRules, ParallelismRules",
+    "StoreSource": "OneStore, Servers",
+    "StoredElsewhere": "StoredTensors, StoredLocalState",
+    "Switchable": "torch's FSDPModule, which is made at run time",
+    "TextSink": "any stream of a script",
+    "Wrapper": "Buckets, OnMesh",
+    "Xor": "NativeXor, NumpyXor",
+    "_Hasher": "hashlib's, xxhash's",
+}
+"""Interfaces with several implementations, or with one of another library."""
+
+
+def _classes() -> Iterator[ast.ClassDef]:
+    for _, tree in _trees():
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def test_an_interface_has_several_implementations_or_says_why_not() -> None:
+    classes = list(_classes())
+    interfaces = {
+        one.name: one
+        for one in classes
+        if any(ast.unparse(base).partition("[")[0] in ("ABC", "Protocol") for base in one.bases)
+    }
+    assert interfaces.keys() == SINGLE.keys() | SEVERAL.keys(), "a single implementation needs no interface"
+    assert set(SINGLE.values()) <= {one.name for one in classes}
+    said = {name: " ".join((ast.get_docstring(interfaces[name]) or "").split()) for name in SINGLE}
+    unexplained = [name for name, text in said.items() if not re.search(r"\babove\b|A protocol, as|others may", text)]
+    assert not unexplained, "say in the docstring why there is an interface for one implementation"
 
 
 _CLASSES = """

@@ -18,7 +18,7 @@ __all__ = ["LogicalState"]
 
 
 class LogicalState(ABC):
-    """The state of one adapter's model and optimizer."""
+    """The state of one adapter's model and optimizer. Abstract, as the frameworks' adapters lie above."""
 
     @abstractmethod
     def describe(self) -> Description:

@@ -110,7 +110,8 @@ class ReadyTensors(Prepared):
 
 
 class ShardLayout(ABC):
-    """How the state of one adapter is sharded."""
+    """How the state of one adapter is sharded. All adapters here have rules for it (:class:`RuledShardLayout`); others
+    may go without."""
 
     @property
     @abstractmethod

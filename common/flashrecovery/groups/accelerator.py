@@ -27,14 +27,14 @@ _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ (cuda.h), in cyclic order
 
 
 class DeviceMark(Protocol):
-    """A place in a stream."""
+    """A place in a stream. A protocol, as :class:`Accelerator`."""
 
     def done(self) -> bool:
         """Whether the device has come so far; does not wait. RuntimeError: the device fails."""
 
 
 class SideStream(Protocol):
-    """One that runs beside all others."""
+    """One that runs beside all others. A protocol, as :class:`Accelerator`."""
 
     def current(self) -> AbstractContextManager[object]:
         """What the calling thread starts within it is queued on this stream."""
@@ -68,7 +68,7 @@ class StreamHold(Protocol):
 
 
 class Accelerator(Protocol):
-    """What plays the device."""
+    """The device of this process. A protocol, as the double of NCCL in the tests brings one that is no GPU."""
 
     def in_use(self) -> bool:
         """Whether this process has begun to use it."""

@@ -64,7 +64,8 @@ class AttachReport:
 
 
 class AbortOrder(Protocol):
-    """When NCCL communicators may be aborted, and who is told."""
+    """When NCCL communicators may be aborted, and who is told. A protocol, as the worker above has it
+    (:class:`flashrecovery.worker.control.quiet_abort.QuietAbort`)."""
 
     def opened(self, generation: int) -> None:
         """The calling thread has made some."""

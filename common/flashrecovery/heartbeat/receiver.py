@@ -50,7 +50,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Hearer(Protocol):
-    """What the receiver tells of the heartbeats to: the controller, layers above."""
+    """What the receiver tells of the heartbeats to. A protocol, as the controller lies above."""
 
     def hears(self, node: str, now: float, echo: float) -> bool:
         """A sign of life, which brings back the time of an answer, ``echo`` (0.0: of none); False if the node belongs

@@ -43,7 +43,8 @@ _SHORTEST = _HEADER.size + _DIGEST_BYTES
 
 
 class Stream(Protocol):
-    """The :class:`~flashrecovery.runtime.link.Link` whose acknowledgements the datagrams carry. It is a layer above."""
+    """The :class:`~flashrecovery.runtime.link.Link` whose acknowledgements the datagrams carry. A
+    protocol, as it lies above."""
 
     @property
     def sent(self) -> int:

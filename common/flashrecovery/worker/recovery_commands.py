@@ -44,7 +44,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Restorable(Protocol):
-    """What the commands need of the loop above, which makes their executor."""
+    """What the commands need of the loop. A protocol, as it lies above, and makes their executor."""
 
     copies: Copies
     sealing: Sealing[Drawn]

@@ -58,7 +58,7 @@ _SHOWN = 5
 
 
 class ScriptPlace(Protocol):
-    """Where a script is in its own loops: a part of this rank's own state."""
+    """Where a script is in its own loops: a part of this rank's own state. A protocol, as the loops lie above."""
 
     def mark(self) -> bytes:
         """Changes whenever what :meth:`capture` gives does."""

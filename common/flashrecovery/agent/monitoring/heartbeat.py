@@ -22,7 +22,7 @@ def counted_pairs(iterations: Mapping[int, int]) -> list[pb.Counted]:
 
 
 class Watched(Protocol):
-    """What the loop looks at: the agent above, which makes the loop."""
+    """What the loop looks at. A protocol, as the agent lies above, and makes the loop."""
 
     @property
     def generation(self) -> int:

@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.agent.processes.procfs import session_members
@@ -23,22 +22,14 @@ DRIVER = Path("/dev/nvidiactl")
 _LOOK_S = 0.005
 
 
-class Listed(Protocol):
-    """A source of the processes on a GPU: :class:`~flashrecovery.health.gpu_processes.GpuProcesses`. A protocol, so
-    that tests have one where there is no GPU."""
-
-    def on(self, local_rank: int) -> frozenset[int]:
-        """The pids of the processes on a GPU. May take long."""
-
-
 class GpuFence:
     """Makes sure that a dead process is gone from the GPUs of one node. ``find``: where the processes on the GPUs are
     listed, None if nowhere; called in a thread."""
 
-    def __init__(self, find: Callable[[], Listed | None]) -> None:
+    def __init__(self, find: Callable[[], GpuProcesses | None]) -> None:
         self._find = find
         self._present = DRIVER.exists()
-        self._listed: Listed | None = None
+        self._listed: GpuProcesses | None = None
 
     @staticmethod
     def of_this_node(environment: Mapping[str, str], local_ranks: int) -> GpuFence:

@@ -44,7 +44,7 @@ _COPIED_HERE = 16 << 20
 
 
 class ProcessObserver(Protocol):
-    """For whom the processes work: the agent above, which makes their manager."""
+    """What is told of the processes. A protocol, as the agent lies above, and makes their manager."""
 
     def said(self, process: WorkerProcess, message: pb.FromWorker) -> None:
         """A process has sent a message."""
@@ -64,7 +64,8 @@ class ProcessObserver(Protocol):
 
 class Places(ProcessProvider, Protocol):
     """Places for the node's ranks that something other than the agent has reserved, one per local rank: for example the
-    tasks of a cluster's launcher. It is asked for a rank's process before the other providers."""
+    tasks of a cluster's launcher. It is asked for a rank's process before the other providers. A protocol, as these lie
+    above (:class:`.task_slots.Guards`)."""
 
     def env(self, local_rank: int, rank: int) -> Mapping[str, str]:
         """What the environment of the place has, besides what the agent gives, for a process that fills this rank."""

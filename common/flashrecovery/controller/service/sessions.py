@@ -34,7 +34,7 @@ _FRAMES = 200
 
 
 class SessionEvents(Protocol):
-    """What the sessions tell the controller's service."""
+    """What the sessions tell the controller's service. A protocol, as it lies above, and makes them."""
 
     def greet(self, connection: AgentConnection) -> pb.Command:
         """The first word on a new connection of a node that belongs to the job."""

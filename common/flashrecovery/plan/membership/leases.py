@@ -19,7 +19,7 @@ from typing import Protocol
 
 
 class Limits(Protocol):
-    """What the configuration says (:class:`flashrecovery.config.Timeouts`, a layer above), in seconds."""
+    """What :class:`flashrecovery.config.Timeouts` says, in seconds. A protocol, as that lies above."""
 
     @property
     def node_silence_s(self) -> float: ...

@@ -31,9 +31,10 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 from flashrecovery.runtime import process_end
+from flashrecovery.runtime.page import Page
 from flashrecovery.state import codec
 from flashrecovery.worker.preimport.own_files import is_own_file
 
@@ -46,16 +47,6 @@ _PACKERS = frozenset({"bz2", "gzip", "lzma", "tarfile", "zipfile"})
 """Python's modules that keep what they have been given in a state of their own."""
 _FOR_THE_SCRIPT = frozenset({"jsonlines", "numpy", "pandas"})
 """Installed packages that open a file for the script's line that calls them, and write all of it there."""
-
-
-class FileNotes(Protocol):
-    """Where it is noted how the files were, outliving the process. A protocol, so that tests need no page."""
-
-    def write_file_notes(self, data: bytes) -> bool:
-        """False if they are too large."""
-
-    def read_file_notes(self) -> bytes:
-        """Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +92,7 @@ class LoopFiles:
     """The files of one process."""
 
     def __init__(self) -> None:
-        self._notes: FileNotes | None = None
+        self._notes: Page | None = None
         self._tell: Callable[[str], None] = lambda text: None
         self._before: dict[int, dict[str, _Before]] = {}
         """By step."""
@@ -153,7 +144,7 @@ class LoopFiles:
 
         self._undo = undo
 
-    def protect(self, notes: FileNotes, tell: Callable[[str], None]) -> None:
+    def protect(self, notes: Page, tell: Callable[[str], None]) -> None:
         """The script's loops are protected.
 
         Args:

@@ -65,7 +65,8 @@ class _Round:
 
 
 class OwnObjects(Protocol):
-    """What the script's objects around a loop keep: plain values, by path."""
+    """What the script's objects around a loop keep: plain values, by path. A protocol, as the loops lie above
+    (:class:`.loops.ScriptLoops`)."""
 
     def now(self) -> dict[str, Any]: ...
 

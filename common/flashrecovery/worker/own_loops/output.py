@@ -17,22 +17,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from flashrecovery.runtime.page import Page
+
 _HELD = 2
 """Lines of this number of steps before a version may not have been shown yet."""
 
 Printed = list[tuple[int, str]]
 """Texts, each with the number of its stream."""
-
-
-class ShownMark(Protocol):
-    """Where it is noted how much has been shown, outliving the process. A protocol, so that tests need no page
-    (:class:`flashrecovery.runtime.page.Page`)."""
-
-    @property
-    def shown(self) -> tuple[int, int]:
-        """All steps before the first number, and as many writes of it as the second says."""
-
-    def set_shown(self, step: int, writes: int) -> None: ...
 
 
 class TextSink(Protocol):
@@ -52,7 +43,7 @@ class Output:
         self._dropping = False
         self._lines: dict[int, Printed] = {}  # by the step in which they were printed
         self._step = -1
-        self._mark: ShownMark | None = None
+        self._mark: Page | None = None
 
     def take(self, *, replacement: bool) -> None:
         """From now on all that the script prints comes here. ``replacement``: it is not the first process of its
@@ -92,7 +83,7 @@ class Output:
         """What comes now has been printed before."""
         self._dropping = True
 
-    def protect(self, mark: ShownMark) -> None:
+    def protect(self, mark: Page) -> None:
         """The script's loops are protected. Of what a replacement has printed so far nothing is shown."""
         self._mark = mark
         if self._holding:

@@ -43,7 +43,7 @@ ADVICE = "ask `step.committed` below the block for what is not to be done twice"
 
 
 class Below(Protocol):
-    """What is asked of the loop above."""
+    """What is asked of the loop. A protocol, as it lies above."""
 
     @property
     def void(self) -> bool:

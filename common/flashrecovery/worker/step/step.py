@@ -13,7 +13,7 @@ from flashrecovery.worker.exit.undisturbed import undisturbed
 
 
 class Protected(Protocol):
-    """What a step needs of the loop above, which yields it."""
+    """What a step needs of the loop. A protocol, as it lies above, and yields the step."""
 
     @property
     def overhead(self) -> Overhead:

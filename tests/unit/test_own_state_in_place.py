@@ -208,9 +208,9 @@ class Steps:
         self.sealing.forward_ends(self.version)
         self.sealing.mutation_begins(self.version)
         late()
-        self.sealing.shown(self.version)
+        shown = self.sealing.shown(self.version)
         self.registry.capture_common(self.version)
-        self.sealing.complete(self.version)
+        self.sealing.complete(self.version, shown)
 
 
 def in_page(page: Page, version: int) -> Any:

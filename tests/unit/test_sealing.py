@@ -69,7 +69,7 @@ def test_the_last_local_state_is_right_and_an_early_one_unless_it_is_late(steps:
         assert shown.changed == ("backward" in changes)
         if sealed and early is not None and early[0] != rank.state:
             assert sealing.late[version], "a wrong early rank-local state would be taken for the version"
-        sealing.complete(version)
+        sealing.complete(version, shown)
         assert rank.written[version] == (rank.state, False)
         habits.learn(version - 1, quiet=True, late=shown.late, changed=shown.changed)
     assert len(sealing.late) <= VERSIONS_KEPT

@@ -1,8 +1,8 @@
 """An engine in a job that changes its number of replicas: what cannot follow, and how the rest does.
 
 Afterwards an engine is as one that was made in a job of the new size: the same ``train_batch_size`` and micro-batch,
-other accumulation steps, its numbers of ranks, who writes checkpoints and monitors. Sizes that do not divide the global
-batch are none of an engine's: DeepSpeed counts as many micro-batches on every replica.
+other accumulation steps, its numbers of ranks, which rank writes checkpoints and monitors. Sizes that do not divide the
+global batch are none of an engine's: DeepSpeed counts as many micro-batches on every replica.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Mixture of experts: what is refused, and what an interrupted step leaves. Who holds which expert: :mod:`.layout`."""
+"""Mixture of experts: what is refused, and what an interrupted step leaves. Which rank holds which expert:
+:mod:`.layout`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """ZeRO-1 and 2 for another number of replicas: the optimizer wrapper is rebuilt, into the object that there is.
 
-Who has a handle of the wrapper (the engine, a scheduler, the script) keeps it, and what builds it is DeepSpeed's own
+What has a handle of the wrapper (the engine, a scheduler, the script) keeps it, and what builds it is DeepSpeed's own
 code: its ``__init__``, as the engine calls it. So all that a wrapper derives from the size is what it would be in a job
 that was started so: partitions, padding, buckets, offsets, gradient hooks. Its weights come from the parameters, its
-master weights are rounded copies of them, and optimizer state is empty: all three are filled by who calls this.
+master weights are rounded copies of them, and optimizer state is empty: all three are filled by the caller.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def reform3(engine: Any, place: ShardPlace) -> None:
 
     The engine's own numbers of ranks must be right already (:func:`fr_deepspeed.elastic.resize_engine`), nothing may be
     half-finished, and no parameter may be whole. Slices have any content, partitions that of the slices, and there is
-    no optimizer state: all three are filled by who calls this.
+    no optimizer state: all three are filled by the caller.
     """
     from deepspeed.runtime.zero import partition_parameters, stage3
 

@@ -13,7 +13,7 @@ With megatron-core and your own loop, in two lines::
 :mod:`.lm`                 Megatron-LM's training loop, and the flag
 :mod:`.support`            which versions and settings are supported; everything else is refused at start, by name
 :mod:`.layout`             Megatron's process groups as holders of shards
-:mod:`.optimizers`         what the optimizers step on, and who holds it
+:mod:`.optimizers`         what the optimizers step on, and which rank holds it
 :mod:`.adapter`            the moments of a step, reset, capture, restore; ``adapter_for`` makes it
 :mod:`.wrapper`            what the class around the model chunks decides; one file each:
 :mod:`.buckets`            DistributedDataParallel
@@ -22,7 +22,7 @@ With megatron-core and your own loop, in two lines::
 :mod:`.random`             the tracked random streams
 :mod:`.own_loop`           what a script's own loop uses besides
 :mod:`.elastic`            another number of replicas: what cannot follow, and what Megatron has noted of the size
-:mod:`.replicas`           which ranks make up a replica, and who divides state among themselves
+:mod:`.replicas`           which ranks make up a replica, and which divide state among themselves
 :mod:`.shard_layout`       how the distributed optimizer divides its state, in any size
 :mod:`.joint_shard_layout` that of dense parameters and of experts as one, which several ranks of a replica share
 :mod:`.reform`             buffers and distributed optimizer are rebuilt, in the same objects

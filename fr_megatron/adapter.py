@@ -9,8 +9,8 @@ The moments of a step (the order is Megatron's)::
     all-gather of the parameters (distributed optimizer without overlap_param_gather)
     scheduler, end of the step               the core commits
 
-Who has left the gradient reduction knows that its data-parallel peers have sealed; who has left the grad-norm
-all-reduce knows it of the peers of *those*, which together are the world.
+A rank that has left the gradient reduction knows that its data-parallel peers have sealed; one that has left the
+grad-norm all-reduce knows it of the peers of *those*, which together are the world.
 """
 
 from __future__ import annotations

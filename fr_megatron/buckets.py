@@ -48,7 +48,7 @@ class Buckets(Wrapper):
         return of_all(parameter, parameter, self._names)
 
     def group(self, *, expert: bool) -> str:
-        """What names say of those who have the dense parameters, or the experts, as the job was launched."""
+        """What names say of those that have the dense parameters, or the experts, as the job was launched."""
         return self._groups[expert]
 
     def weights(self) -> Iterator[Shard]:

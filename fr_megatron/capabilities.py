@@ -18,7 +18,7 @@ _EXPERTS = "megatron.core.transformer.moe."
 
 WRAPPER = capability(
     "the wrapper's groups and buffers",
-    "who holds which parameter, and where its gradients are",
+    "which rank holds which parameter, and where its gradients are",
     Attributes(
         _DDP,
         "DistributedDataParallel",

@@ -1,10 +1,11 @@
 """The state of one rank's distributed optimizers as one sharding: of the dense parameters, and of the experts.
 
-Who divides the dense parameters are all data-parallel ranks (with context parallelism, these times the context-parallel
-ones); with experts or context parallelism that is several ranks of each replica. Experts are sharded among those of
-them that have the same ones, every second one for two places of experts. So the places of this sharding are those of
-the dense parameters, and experts of the n-th place in a replica lie on every ``each``-th of them, from the n-th one on.
-The experts of all places are in the plan, and are laid out alike: so all who divide the dense parameters plan the same.
+The dense parameters are divided among all data-parallel ranks (with context parallelism, these times the
+context-parallel ones); with experts or context parallelism that is several ranks of each replica. Experts are sharded
+among those of them that have the same ones, every second one for two places of experts. So the places of this sharding
+are those of the dense parameters, and experts of the n-th place in a replica lie on every ``each``-th of them, from the
+n-th one on. The experts of all places are in the plan, and are laid out alike: so all that divide the dense parameters
+plan the same.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class JointShardLayout(RuledShardLayout):
 
     Args:
         dense, experts: the shardings of either; None: this rank has no experts.
-        sharers: who divides the dense parameters, as the job was launched, in the order of their places.
+        sharers: which ranks divide the dense parameters, as the job was launched, in the order of their places.
         number: of this rank among them.
-        groups: what names say of those who have the experts of each place in a replica, in order.
+        groups: what names say of those that have the experts of each place in a replica, in order.
     """
 
     def __init__(

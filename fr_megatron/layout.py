@@ -54,9 +54,9 @@ class ShardedParameters:
     need not be as its groups.
 
     Attributes:
-        place: among those who divide it.
+        place: among those that divide it.
         group: what names say of these.
-        each, first: experts of one place in the replicas are sharded among every ``each``-th of those who divide the
+        each, first: experts of one place in the replicas are sharded among every ``each``-th of those that divide the
             dense parameters, from the ``first`` one on.
     """
 
@@ -66,7 +66,7 @@ class ShardedParameters:
     first: int = 0
 
     def of_all(self, place: int) -> int:
-        """The same place, counted among those who divide the dense parameters."""
+        """The same place, counted among those that divide the dense parameters."""
         return place * self.each + self.first
 
 

@@ -53,7 +53,7 @@ _STATE = STATE + ".{}."
 
 class MegatronLogical(LogicalState):
     """The logical tensors of this rank's model chunks and optimizer. ``shards``: gives those of the adapter, what is
-    stepped on first, in the optimizers' order. ``places``: in an elastic job, of this rank among those who divide the
+    stepped on first, in the optimizers' order. ``places``: in an elastic job, of this rank among those that divide the
     distributed optimizer's state. ``known``: facts that the loop knows better than the model does."""
 
     def __init__(

@@ -129,7 +129,7 @@ def weights_beginning(chunk: int, kind: str, buffer: int) -> str:
 
 
 def part_name(fqn: str, part: int, parts: int, group: str = "") -> str:
-    """``group``: of those who share the parameter, see :func:`group_text`."""
+    """``group``: of those that share the parameter, see :func:`group_text`."""
     says = [*([f"part={part}/{parts}"] if parts > 1 else []), *([group] if group else [])]
     return f"param/{fqn}" + ("#" + ",".join(says) if says else "")
 

@@ -7,7 +7,7 @@ forward pre-hooks        with ``overlap_param_gather``: taken away for an evalua
 losses for the log       what layers sum up until the script reports it (:mod:`fr_megatron.trackers`): a survivor goes
                          back, a replacement begins with none
 timers                   one that was running in an interrupted step would refuse to be started again
-reduction of gradients   the interleaved schedule puts aside who begins it (``grad_sync_func``) while it only goes
+reduction of gradients   the interleaved schedule puts aside what begins it (``grad_sync_func``) while it only goes
                          forward, and leaves it so where an evaluation is cut short: survivors would reduce in
                          another order than replacements
 =======================  ========================================================================================
@@ -42,7 +42,7 @@ class OwnLoop:
         self._running = frozenset(name for name, timer in self._timers().items() if timer._started)
         self._functions = [{name: getattr(config, name, None) for name in PUT_ASIDE} for config in self._configs()]
         return {
-            # Not the rank, by which it chooses who logs: the only field that is each rank's own.
+            # Not the rank, by which it chooses which one logs: the only field that is each rank's own.
             "micro_batches": {k: v for k, v in plain_fields(calculator()).items() if k != "rank"},
             "replicas": _replicas(),
             "hooked": hooked(self._chunks),

@@ -81,7 +81,7 @@ def find_stepped(inner_optimizers: Sequence[Any], names: Names) -> list[Stepped]
         for model, main in pairs(inner):
             start = inner._get_model_param_range_map(model)["param"].start if is_distributed(inner) else 0
             made = record((model, main), names)
-            writer = writer_of(FixedShard(made.name, made.holders, main))  # who digests it
+            writer = writer_of(FixedShard(made.name, made.holders, main))  # the rank that digests it
             found.append(Stepped(inner, model, main, start, writer))
     return found
 

@@ -2,8 +2,8 @@
 there are, by Megatron's own ``__init__``.
 
 So all that they derive from the size is what it would be in a job that was started so: paddings, buckets, ranges,
-views. Who has a handle of the optimizer, of the basic one or of a parameter keeps it. Weights stay as they are; what is
-stepped on is made of them, and optimizer state is empty: both are filled by who calls this.
+views. What has a handle of the optimizer, of the basic one or of a parameter keeps it. Weights stay as they are; what
+is stepped on is made of them, and optimizer state is empty: both are filled by the caller.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _of_version(chunk: Any, buffer: Any, names: Mapping[Any, str], size: int) ->
 
 
 def _regroup(buffers: Sequence[Any], bucket_groups: Sequence[Any]) -> None:
-    """The groups of buckets keep their places: who waits for one in a backward pass has it. So do the links between
+    """The groups of buckets keep their places: what waits for one in a backward pass has it. So do the links between
     them."""
     from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 

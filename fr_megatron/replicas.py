@@ -42,8 +42,8 @@ def replica_group() -> dist.ProcessGroup:
 
 
 def sharers(chunk: Any, *, expert: bool) -> list[int]:
-    """Who divides the distributed optimizer's state of the dense parameters, or of this rank's experts, in the order of
-    their parts."""
+    """Which ranks divide the distributed optimizer's state of the dense parameters, or of this rank's experts, in the
+    order of their parts."""
     return list(dist.get_process_group_ranks(chunk.intra_expt_dp_group if expert else chunk.intra_dp_cp_group))
 
 
@@ -52,9 +52,9 @@ class SharedPlaces:
     """The places of a rank among the ranks that divide the distributed optimizer's state, as the job was launched.
 
     Attributes:
-        sharers: those who divide that of the dense parameters, in the order of their parts.
+        sharers: those that divide that of the dense parameters, in the order of their parts.
         number: of this rank among them.
-        groups: what names say of those of them who have the experts of each place in a replica.
+        groups: what names say of those of them that have the experts of each place in a replica.
         one_each: they are one rank of each replica.
     """
 

@@ -145,7 +145,7 @@ class OptimizerShardLayout(RuledShardLayout):
     """The sharding of all chunks' dense parameters, or of their experts, and their distributed optimizer.
 
     Args:
-        group: what names say of those among whom the state is sharded (:func:`.optimizers.group_text`).
+        group: what names say of those among which the state is sharded (:func:`.optimizers.group_text`).
         shards: gives what this rank steps on, by the parameters' names.
         install: puts prepared tensors in the place of those that there are.
         expert: it is of the experts.

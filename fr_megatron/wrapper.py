@@ -1,4 +1,5 @@
-"""What the class around the model chunks decides: who has which piece of a parameter, what an interrupted step leaves.
+"""What the class around the model chunks decides: which rank has which piece of a parameter, what an interrupted step
+leaves.
 
 ==================================  ================================================================================
 ``DistributedDataParallel``         :mod:`.buckets`: whole parameters on every data-parallel rank
@@ -6,7 +7,7 @@
 ``FullyShardedDataParallel``        :mod:`.megatron_fsdp`: ranges of flat buffers
 ==================================  ================================================================================
 
-The last two are :class:`OnMesh`: their parameters are DTensors, and the placements say who has what.
+The last two are :class:`OnMesh`: their parameters are DTensors, and the placements say which rank has what.
 """
 
 from __future__ import annotations

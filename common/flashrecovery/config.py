@@ -236,7 +236,7 @@ class ObserveSettings(_Model):
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="address to listen on; all who can reach it can read everything, without a token",
+        description="address to listen on; everyone who can reach it can read everything, without a token",
     )
     otlp_endpoint: str | None = Field(
         None,

@@ -129,7 +129,7 @@ def check_last(path: Path, *, resume: bool) -> None:
 
 async def run_job(config: RunConfig, command: list[str], path: Path, places: Places | None = None) -> tuple[int, str]:
     """Run this node's part of the job to its end. Returns the exit code and, if it is not 0, the reason. ``places``:
-    who has made room for this node's ranks, if it is not the agent.
+    what has made room for this node's ranks, if it is not the agent.
 
     The controller's events and the rank table are in ``path``, what each agent writes in ``path/nodes/<name>`` if there
     are several; so they may share one directory.

@@ -298,7 +298,7 @@ def test_what_is_refused_of_the_flags() -> None:
     (text,) = loop(dataloader_type="cyclic").tied_to_size()
     assert "--dataloader-type cyclic" in text and "allowed: single" in text
     (text,) = loop(ckpt_assume_constant_structure=True).tied_to_size()
-    assert text.startswith("--ckpt-assume-constant-structure (it keeps who writes which part")
+    assert text.startswith("--ckpt-assume-constant-structure (it keeps which rank writes which part")
     (text,) = loop(non_persistent_ckpt_type="local").tied_to_size()
     assert text.startswith("--non-persistent-ckpt-type local")
     assert not list(loop(non_persistent_ckpt_type="global").tied_to_size())

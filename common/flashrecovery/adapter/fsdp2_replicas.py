@@ -51,6 +51,6 @@ class FSDP2Replicas:
 
 def mesh_now(launched: torch.Tensor) -> torch.Tensor:
     """The present form of a mesh of (replicate, shard), given as launched: the numbers, shape (replicas, ranks of
-    each), of the ranks that there are now; a column for each model rank, of those who have it."""
+    each), of the ranks that there are now; a column for each model rank, of the ranks that have it."""
     places = [groups.numbers_now(peers) for peers in launched.T.tolist()]
     return torch.tensor(places, dtype=launched.dtype).T.contiguous()

@@ -137,7 +137,7 @@ class Agent:
 
     @property
     def in_job(self) -> bool:
-        """Whether a controller has ever given this node a rank, or told it who has them."""
+        """Whether a controller has ever given this node a rank, or told it which node has them."""
         return bool(self._ranks or self._table.ranks)
 
     def workers(self) -> list[WorkerProcess]:
@@ -167,7 +167,7 @@ class Agent:
         return {**network, **self._staging.env()}
 
     def register(self, peer_port: int = 0) -> pb.Register:
-        """This node's first message on a connection: who it is, and what its workers and pages hold. ``peer_port``:
+        """This node's first message on a connection: its identity, and what its workers and pages hold. ``peer_port``:
         where it serves other agents; 0: nowhere."""
         message = self._identity.register(self._store.port, peer_port)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
@@ -261,7 +261,7 @@ class Agent:
         self._processes.dismiss()
         self._heartbeats.resumed(None)
         self._identity = self._identity.renewed()
-        self._members, self._regrouped = (), 0  # who belongs to the job now, this node has not heard
+        self._members, self._regrouped = (), 0  # which ranks belong to the job now, this node has not heard
 
     def handle(self, command: pb.Command) -> None:
         """Carry out or relay one command of the controller."""
@@ -386,7 +386,7 @@ class Agent:
             process.send(pb.ToWorker(command=command))
 
     def ask_to_drain(self, reason: str) -> bool:
-        """This node is to end: have its ranks handed over before, if there is a controller who can do that. False if
+        """This node is to end: have its ranks handed over before, if there is a controller that can do that. False if
         there is none, or it has been asked already."""
         self._terminated = True
         self.tell_leaving()
@@ -506,7 +506,7 @@ class Agent:
     # -- periodic ---------------------------------------------------------------------------------
 
     async def look(self, alive: list[WorkerProcess], now: float) -> None:
-        """With every heartbeat: who is stopped, is the store there, and are there standbys enough?"""
+        """With every heartbeat: which processes are stopped, is the store there, and are there standbys enough?"""
         self._on_terminations(alive, now)
         for process, evidence, late in self._stopped.check([] if self._processes.halted else alive, now):
             self._failures.report(process, FailureKind.STOPPED, evidence, late)
@@ -522,7 +522,7 @@ class Agent:
 
     def _on_terminations(self, alive: list[WorkerProcess], now: float) -> None:
         """Ranks that were asked to end, and by no handler of the script's. A scheduler that ends the job tells all
-        processes; who has told this one alone will have it, too, after a moment."""
+        processes; a process that has told only this one has it, too, after a moment."""
         told = [process for process in alive if process.page.terminations and not process.failed]
         if not told or self._processes.ending or self._processes.halted:
             self._terminated_at = None

@@ -69,8 +69,8 @@ class RankReport:
 
 
 def verdict(reports: Sequence[RankReport], seconds: float) -> str:
-    """What is wrong, device by device; "": nothing. Who has found a wrong result is named; then who ended in the
-    earliest stage; then, where none did, who stands still there: others mostly wait for it.
+    """What is wrong, device by device; "": nothing. The rank that has found a wrong result is named; then the one that
+    ended in the earliest stage; then, where none did, the one that stands still there: others mostly wait for it.
 
     Args:
         seconds: how long those had that have not ended.

@@ -22,7 +22,7 @@ _NUMBERS = {"cuda": 1 << 24, "cpu": 1 << 18}
 """Of each rank, in the all-reduce."""
 _GEMM_S = 20.0
 _PEERS = datetime.timedelta(seconds=300)
-"""More than a preflight takes: it decides who is late."""
+"""More than a preflight takes: it decides which ranks are late."""
 _REDUCES = 8
 
 

@@ -2,7 +2,7 @@
 
 An adapter that implements :class:`LogicalState` says of each of its shards of which logical tensors it is
 (:mod:`flashrecovery.plan.reshard.logical`), and brings a process of another layout to that state. The core does the
-rest: who writes what, where it is kept while the workers are re-created, and which boxes each of them reads.
+rest: which rank writes what, where it is kept while the workers are re-created, and which boxes each of them reads.
 """
 
 from __future__ import annotations

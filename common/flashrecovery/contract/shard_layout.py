@@ -2,8 +2,8 @@
 
 State that no single rank has as a whole consists of *sharded tensors*: what a tensor is without any sharding, and which
 boxes of it each place (0 .. size - 1, a rank's number in the process groups) holds, for any size. From that the core
-plans who sends what to whom (:mod:`flashrecovery.plan.reshard.plan`), and carries it out. An adapter only says where
-its tensors lie and puts new ones in the place of the old ones; it does not communicate.
+plans which rank sends what to which (:mod:`flashrecovery.plan.reshard.plan`), and carries it out. An adapter only says
+where its tensors lie and puts new ones in the place of the old ones; it does not communicate.
 
 The order of things, on each rank: :meth:`ShardLayout.describe` (where there is state to describe),
 :meth:`ShardLayout.prepare`, the core fills the tensors that were prepared, and later, once all ranks have theirs,

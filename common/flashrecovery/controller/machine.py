@@ -13,8 +13,8 @@ done with it is in stateless objects:
 :mod:`.membership.node_health_policy`    warned nodes are replaced with the next failure
 :mod:`.watching`    hangs and slow ranks
 :mod:`.last_save`   what is kept when the job ends before its last step
-:mod:`.elastic.resizing`    of an elastic job, who leaves and when
-:mod:`.elastic.growing`     of an elastic job, who comes and when
+:mod:`.elastic.resizing`    of an elastic job, which ranks leave and when
+:mod:`.elastic.growing`     of an elastic job, which ranks come and when
 :mod:`.relayout.relayout`  in which other parallel layout the job goes on, and when
 :mod:`.elastic.drain`     nodes that are to leave hand their ranks over
 :mod:`.membership.joining_processes`   processes that are built up beside training, and ..
@@ -148,7 +148,7 @@ class Machine:
             self.job.outbox.send(node.name, pb.Command(generation=self.job.generation, rank=AGENT, shutdown=over))
             return
         self.conduct.judge(node)
-        for rank in message.joining:  # for the controller before this one, who knew what for
+        for rank in message.joining:  # for the controller before this one, which knew what for
             self.job.tell_to_leave(rank, node.name)
         self._starting.compare_command(message)
         if message.HasField("checkpoint"):

@@ -57,7 +57,7 @@ class Parallelism:
         return None
 
     def why_paused(self, version: int) -> str:
-        """For those who are stopped; "" if the layout does not change."""
+        """For the ranks that are stopped; "" if the layout does not change."""
         return ""
 
     # -- the state --------------------------------------------------------------------------------
@@ -87,10 +87,10 @@ class Parallelism:
         return ""
 
     def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
-        """A rank could not write. ``differs``: it has another state than others where one will be everybody's; who has
-        the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its layout; a
-        command is dropped then. If the layout has to change, the recovery starts over with the state that the memory
-        has of the change before, or goes back to a checkpoint that any layout reads, or ends."""
+        """A rank could not write. ``differs``: it has another state than others where one will be everybody's; which
+        rank has the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its
+        layout; a command is dropped then. If the layout has to change, the recovery starts over with the state that the
+        memory has of the change before, or goes back to a checkpoint that any layout reads, or ends."""
         return True
 
     def go_on(self, now: float) -> None:

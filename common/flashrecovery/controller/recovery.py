@@ -206,9 +206,10 @@ class RecoverySteps:
     def _joins(self, victims: Sequence[int]) -> bool:
         """Whether further victims can be taken into the recovery under way, in its generation.
 
-        Until the version is decided on, nothing depends on who is alive: each survivor holds and stops independently,
-        and its report stays true when another rank dies. From then on the plan counts on every rank. And a rank that
-        was filled in this generation must not be filled in it again: its two processes could not be told apart.
+        Until the version is decided on, nothing depends on which ranks are alive: each survivor holds and stops
+        independently, and its report stays true when another rank dies. From then on the plan counts on every rank. And
+        a rank that was filled in this generation must not be filled in it again: its two processes could not be told
+        apart.
         """
         if self._job.state not in (State.QUIESCING, State.REPLACING) or self._job.recovery is None or not victims:
             return False
@@ -346,7 +347,7 @@ class RecoverySteps:
             self._job.command_all(told, pb.Command(stop=stop), deadline, Ordered.STOP)
 
     def _decide(self, now: float) -> None:
-        """All ranks are stopped: decide which version they go to, and from whom they get it."""
+        """All ranks are stopped: decide which version they go to, and from which ranks they get it."""
         if self._job.membership.unsure and self._another_sharding():
             self.enter(FailureKind.CONTROLLER, now)
             return
@@ -355,7 +356,7 @@ class RecoverySteps:
         if not self._as_launched:
             take_on_parts(self._job.in_order, self._job.membership.sharded_among)
         if self._parallelism.under_way:
-            # Who is left of a replica that others have left has a part in that, and what it has is needed.
+            # A rank that is left of a replica has a part in that, and what it has is needed.
             move = self._next_move(self._found(), now, settled=False)
             if not isinstance(move, Settle):
                 self._make(move, own, now)
@@ -384,7 +385,7 @@ class RecoverySteps:
         return move
 
     def _without_those_who_leave(self, move: Restore, now: float) -> Move:
-        """Who has to leave the job does so now."""
+        """The ranks that have to leave the job do so now."""
         version, checkpoint = move.decision.round.version, move.decision.checkpoint
         try:
             if not self._resizing.leave_at(version, on_disk=bool(checkpoint)):
@@ -429,8 +430,8 @@ class RecoverySteps:
             self._restore_idle(now + 2 * limit)
 
     def _with_those_who_left(self, now: float) -> bool:
-        """There is no version of which those who go on have everything. If processes are still there that were given
-        up, all begin again with them."""
+        """There is no version of which the ranks that go on have everything. If processes are still there that were
+        given up, all begin again with them."""
         if not self._resizing.take_back_last():
             return False
         self.enter("retry", now)
@@ -629,8 +630,8 @@ class RecoverySteps:
             record.crashes.arrived()
 
     def _all_have_gone_on(self, resume_step: int) -> bool:
-        """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so
-        each rank is asked about only until then, however many heartbeats come."""
+        """Whether every rank has committed a step after ``resume_step`` or has none left. One that has, has for good;
+        so each rank is asked about only until then, however many heartbeats come."""
         in_order, confirmed = self._job.in_order, self._job.round.confirmed
         while confirmed < len(in_order):
             record = in_order[confirmed]

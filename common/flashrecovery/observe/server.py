@@ -143,7 +143,7 @@ class _Routes:
 
 
 class _Shared(Generic[T]):
-    """One answer for all who ask at about the same time. ``look`` runs on the event loop, ``view`` in a thread."""
+    """One answer for all requests at about the same time. ``look`` runs on the event loop, ``view`` in a thread."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Ranks that should be equal are not: who is alike, since when, and from what a later launch may go on. Pure."""
+"""Ranks that should be equal are not: which are alike, since when, and from what a later launch may go on. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Past:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Who differs.
+    """Which ranks differ.
 
     Args:
         agree: more than half of those that have each thing that differs; () if there is no such majority.

@@ -155,7 +155,7 @@ class VerdictKind(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """``accused``: the evidence by rank; of a deadlock by each of its members, whom to replace first."""
+    """``accused``: the evidence by rank; of a deadlock by each of its members, the one to replace first."""
 
     kind: VerdictKind
     accused: Mapping[int, str] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class _Case:
             return self._nobody()
         return self._by_counts()
 
-    # -- who waits for whom -----------------------------------------------------------------------
+    # -- which rank waits -------------------------------------------------------------------------
 
     @cached_property
     def _waits(self) -> dict[int, list[tuple[Operation, frozenset[int]]]]:
@@ -220,7 +220,7 @@ class _Case:
         return found
 
     def _missing(self, op: Operation, rank: int) -> frozenset[int]:
-        """Who has not come to the operation ``op`` of ``rank``."""
+        """Which ranks have not come to the operation ``op`` of ``rank``."""
         if op.peer == EVERYBODY:
             if op not in self._missing_of:
                 known = self._reported[op.group]

@@ -11,7 +11,7 @@ WEIGHT_BYTES = 2
 
 
 class Sharding(Enum):
-    """Who holds what of the state."""
+    """Which ranks hold what of the state."""
 
     REPLICATED = "replicated"
     """DDP, Megatron without the distributed optimizer: every data-parallel rank holds everything."""

@@ -1,4 +1,4 @@
-"""The states of a job, and of each change of who belongs to it, as tables.
+"""The states of a job, and of each change of which ranks belong to it, as tables.
 
 A job and its recovery::
 
@@ -13,7 +13,7 @@ under way. What happens between two states is one event:
 
 ==========================  =======================================================================================
 a commanded size            STABLE -> ORDERED -> LEAVING -> STABLE. While a node is drained, a command is PUT_ASIDE.
-                            LEAVING -> ORDERED: those who leave were taken back, because a rank has died.
+                            LEAVING -> ORDERED: those that leave were taken back, because a rank has died.
 processes that join         NONE -> STARTING -> PAUSING -> STARTING (the next generation) -> NONE: they are members.
                             Where they take ranks from living processes: -> TAKING_OVER -> NONE, done or taken back.
                             PAUSING -> STARTING, too: something else has failed; they are called in again.

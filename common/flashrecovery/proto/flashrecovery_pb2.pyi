@@ -4327,7 +4327,7 @@ Global___WhoReply: _TypeAlias = WhoReply  # noqa: Y015
 
 @_typing.final
 class ProbeRequest(_message.Message):
-    """node, incarnation: who asks, if the controller is to be told that it lives; the answer may take wait_s."""
+    """node, incarnation: of the asking node, if the controller is to be told that it lives; the answer may take wait_s."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -4578,7 +4578,7 @@ Global___StagingPart: _TypeAlias = StagingPart  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
-    """course: with the job's course over time, for those who draw it."""
+    """course: with the job's course over time, for programs that draw it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -4630,7 +4630,7 @@ class RankStatus(_message.Message):
     straggler: _builtins.bool
     overhead_s: _builtins.float
     copied: _builtins.int
-    """Of the newest whole copy of this rank's state that another rank keeps: 1 + its version (0: none), who, since when."""
+    """Of the newest whole copy of this rank's state that another rank keeps: 1 + its version (0: none), which rank, since when."""
     copied_by: _builtins.int
     copy_age_s: _builtins.float
     iteration: _builtins.int

@@ -186,7 +186,7 @@ class _Calls:
                 return
 
     def next(self, guard: subprocess.Popen[bytes]) -> _Next:
-        """The next report, and who waits for an answer; nothing once the guard has ended."""
+        """The next report, and what waits for an answer; nothing once the guard has ended."""
         while True:
             try:
                 return self._arrived.get(timeout=0.2)

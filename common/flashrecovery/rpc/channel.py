@@ -70,7 +70,7 @@ class Access:
 
 
 class Server:
-    """A gRPC server that answers those only who know the token. Add services to :attr:`grpc` before it starts."""
+    """A gRPC server that answers only callers that know the token. Add services to :attr:`grpc` before it starts."""
 
     def __init__(self, access: Access) -> None:
         self._tls = access.tls

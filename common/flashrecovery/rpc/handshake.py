@@ -47,7 +47,7 @@ def job_key(token: str) -> bytes:
 
 
 class Answer(NamedTuple):
-    """A listener's answer to a caller's random number. ``name``: as whom it answers."""
+    """A listener's answer to a caller's random number. ``name``: that of the service."""
 
     nonce: bytes
     name: str
@@ -88,7 +88,7 @@ class Seals(NamedTuple):
 
 
 class Caller:
-    """The side that dials. ``name``: who is to listen there."""
+    """The side that dials. ``name``: of the service that is to listen there."""
 
     def __init__(self, key: bytes, name: str, draw: Draw = secrets.token_bytes) -> None:
         self._key = key

@@ -1,4 +1,4 @@
-"""gRPC between those who know the job's token: :mod:`.handshake` on every connection, a seal on every message.
+"""gRPC between processes that know the job's token: :mod:`.handshake` on every connection, a seal on every message.
 
 :class:`SealedChannel` is what the generated stubs take for a channel; :class:`AuthInterceptor` stands before the
 handlers of a server. Between them go ordinary gRPC calls whose messages have 16 bytes more. Only what is sealed is
@@ -49,7 +49,7 @@ def _what(method: str, metadata: Metadata) -> bytes:
     return joined(method.encode(), *(w if isinstance(w, bytes) else w.encode() for w in words))
 
 
-# -- who dials ------------------------------------------------------------------------------------
+# -- the caller -----------------------------------------------------------------------------------
 
 
 async def greet(channel: grpc.aio.Channel, address: str, caller: Caller, timeout_s: float) -> SealedChannel:
@@ -183,11 +183,11 @@ def _only(raw: bytes | None, seals: Seals) -> bytes:
     return seals.incoming.open(raw)
 
 
-# -- who listens ----------------------------------------------------------------------------------
+# -- the listener ---------------------------------------------------------------------------------
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers callers, and lets those in who prove themselves. An interceptor, for one server.
+    """Answers callers, and lets those in that prove themselves. An interceptor, for one server.
 
     From a caller that has not proven itself no message is received, only the head of a call, which gRPC limits to 16
     KiB.

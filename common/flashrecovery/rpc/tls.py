@@ -1,7 +1,7 @@
 """TLS between controller, agents and tools: given certificates, or an authority made for one job. An option: without
 it, what they say can be neither forged nor repeated (:mod:`.handshake`), but it can be read on its way.
 
-Certificates say who *listens*; who calls proves itself by the job's token, inside of TLS as without it.
+Certificates say what *listens*; a caller proves itself by the job's token, inside of TLS as without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FOR_EVER_AGO = datetime.timedelta(days=1)
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM texts. ``ca``: whose certificates are believed; ``certificate`` and ``key``: of who listens here (none: this
+    """PEM texts. ``ca``: whose certificates are believed; ``certificate`` and ``key``: of what listens here (none: this
     process does not); ``name``: that certificates are made out to, if not to the addresses that are dialled."""
 
     ca: bytes
@@ -110,7 +110,7 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> N
 
 
 async def stranger(tls: Tls, address: str, timeout_s: float) -> StrangerError | None:
-    """Why TLS fails with who listens at ``address``, if it is this that fails: gRPC does not tell."""
+    """Why TLS fails with what listens at ``address``, if it is this that fails: gRPC does not tell."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     opened = asyncio.open_connection(host, int(port), ssl=tls.context(), server_hostname=tls.name or host)

@@ -42,8 +42,8 @@ def thread_stack(thread_id: int) -> list[StackPlace]:
 
 
 def stack_text(thread_id: int) -> str:
-    """The same as text. Makes nothing that Python's garbage collector counts (texts and numbers only): who makes the
-    object that is one too many collects, and destroys what is the training thread's."""
+    """The same as text. Makes nothing that Python's garbage collector counts (texts and numbers only): the thread that
+    makes the object that is one too many collects, and destroys what is the training thread's."""
     fd = os.memfd_create("flashrecovery-stack", os.MFD_CLOEXEC)
     try:
         faulthandler.dump_traceback(fd, all_threads=True)

@@ -126,8 +126,8 @@ class SnapshotProcess:
                 sock.close()
 
     def _catch_up(self, asking: socket.socket) -> None:
-        """Hear what others have said before ``asking`` did: connections have no order among them, and who has died was
-        the last to know what it kept."""
+        """Hear what others have said before ``asking`` did: connections have no order among them, and a process that
+        has died was the last to know what it kept."""
         self._accept()
         for key in list(self._selector.get_map().values()):
             sock = key.fileobj
@@ -151,7 +151,7 @@ class SnapshotProcess:
             return
         try:
             send(sock, answer.words, [memory.fd for memory in answer.memories])
-        except OSError as e:  # who has asked is gone
+        except OSError as e:  # the process that has asked is gone
             print(f"{message['do']}: {e}", flush=True)
             self._lost(sock)
 

@@ -1,4 +1,4 @@
-"""FSDP2 (``fully_shard``) on a 1-D mesh, HSDP on a 2-D mesh: a DTensor's placements say who has which piece."""
+"""FSDP2 (``fully_shard``) on a 1-D mesh, HSDP on a 2-D mesh: a DTensor's placements say which rank has which piece."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ controller decide, without hearing from the others.
 
 CLOCK_BOOTTIME also counts the time for which a host was suspended. CLOCK_MONOTONIC does not: a virtual machine that was
 paused would find its lease as good as before, although its ranks have been given away meanwhile. So whatever decides
-who may change state, give ranks away or lead is measured here (:mod:`flashrecovery.plan.membership.leases`). Time-outs
-that only
+which process may change state, give ranks away or lead is measured here (:mod:`flashrecovery.plan.membership.leases`).
+Time-outs that only
 say how long to be patient are measured by CLOCK_MONOTONIC: no one has waited while the host was suspended.
 
 Where the clock begins means nothing, and no two hosts compare theirs.

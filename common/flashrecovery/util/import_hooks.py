@@ -15,7 +15,7 @@ Hook = Callable[[ModuleType], None]
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs the hook after the real loader. The module has that one as its own: who asks it for a file of the package,
+    """Runs the hook after the real loader. The module has that one as its own: what asks it for a file of the package,
     or for the source, gets it."""
 
     def __init__(self, inner: importlib.abc.Loader, take_hook: Callable[[], Hook | None]) -> None:
@@ -28,7 +28,7 @@ class _Loader(importlib.abc.Loader):
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # of a copy that is being made
             raise AttributeError(name)
-        return getattr(self._inner, name)  # for those who ask for the module's spec only, as runpy does
+        return getattr(self._inner, name)  # for code that asks for the module's spec only, as runpy does
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:

@@ -236,8 +236,8 @@ class Registry:
         self.shape = shape
 
     def sharers(self, members: Sequence[int], rank: int) -> list[int]:
-        """Those of ``members`` among whom the sharded state of this process, which is ``rank`` as the job was launched,
-        is sharded, in the order of their places: of those with its model rank, or with one of several."""
+        """Those of ``members`` among which the sharded state of this process, which is ``rank`` as the job was
+        launched, is sharded, in the order of their places: of those with its model rank, or with one of several."""
         model_ranks = self.model_ranks() or (self.shape.model_rank(rank),)
         return [member for member in self.shape.in_order(members) if self.shape.model_rank(member) in model_ranks]
 
@@ -251,7 +251,7 @@ class Registry:
     def resize(self, members: Sequence[int], rank: int) -> None:
         """The job consists of these ranks now, as it was launched, of which this process is ``rank``: it has another
         number, in a world of another size. Of those that hold a shard, the members go on to do so; but of what is
-        sharded among the ranks :meth:`sharded_otherwise` says who holds it."""
+        sharded among the ranks :meth:`sharded_otherwise` says which ranks hold it."""
         number = {member: place for place, member in enumerate(members)}
         self.members, self.rank, self.world_size = tuple(members), number[rank], len(members)
         sharded = self.sharded()
@@ -290,7 +290,7 @@ class Registry:
         return xxhash.xxh3_128_hexdigest(json.dumps(outlines).encode()) if outlines else ""
 
     def sharded_otherwise(self, layout: Sequence[int]) -> None:
-        """The adapters have put another sharding of their state in place, among those of ``layout`` who share it with
+        """The adapters have put another sharding of their state in place, among those of ``layout`` that share it with
         this rank (:meth:`sharers`): their shards have other names, and as holders places in that sharding. Numbers in
         the layout are in their stead from now on."""
         self.shards = {shard.name: shard for adapter in self.adapters for shard in adapter.shards()}

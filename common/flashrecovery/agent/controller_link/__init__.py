@@ -1,1 +1,2 @@
-"""The agent's connection to the controller: made, watched, made again; and whom this node follows when it is lost."""
+"""The agent's connection to the controller: made, watched, made again; and which controller this node follows when it
+is lost."""

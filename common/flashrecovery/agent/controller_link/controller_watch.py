@@ -1,4 +1,5 @@
-"""What an agent does about a controller that it does not hear: this node's status, and whom it is to follow.
+"""What an agent does about a controller that it does not hear: this node's status, and which controller it is to
+follow.
 
 :mod:`flashrecovery.plan.membership.membership` says whether this node's workers may go on, and
 :mod:`flashrecovery.agent.peers.election` whether there is another controller to follow, or this node has to become it.
@@ -152,7 +153,7 @@ class ControllerWatch:
         return float("inf") if self._lost_at is None else self._election.turn_in(time.monotonic() - self._lost_at)
 
     async def ask(self) -> None:
-        """Find out this node's status, and whom it follows."""
+        """Find out this node's status, and which controller it follows."""
         asked_at = self._hearing.look_at_clock()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
         host, port = split_address(self._election.controller, "--controller")

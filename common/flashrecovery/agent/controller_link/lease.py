@@ -91,7 +91,7 @@ class ControllerLease:
         return held
 
     def look_at_clock(self) -> float:
-        """The time. Has this agent stood still for so long that it could not answer those who were to look after it,
+        """The time. Has this agent stood still for so long that it could not answer those that were to look after it,
         the ranks of this node may be given away by now."""
         now = lease_clock()
         stood_s, self._awake_at = now - self._awake_at, now

@@ -1,7 +1,7 @@
 """The agent's connection to the controller, for as long as the job runs: made, watched, made again.
 
 Messages are carried by a :class:`~flashrecovery.runtime.link.Link`, so a broken connection loses none. While the
-controller is not heard, :mod:`.controller_watch` finds out this node's status, and whom it is to follow.
+controller is not heard, :mod:`.controller_watch` finds out this node's status, and which controller it is to follow.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class ControllerSession:
                 async for message in messages:
                     await call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
-            log.debug("the connection to %s ends while it is written to: %r", self._address, e)  # who reads learns why
+            log.debug("the connection to %s ends while it is written to: %r", self._address, e)  # the reader learns why
 
     def _heard(self, command: pb.Command) -> None:
         self._answered = True

@@ -60,7 +60,7 @@ def neighbours(table: pb.RankTable, here: str) -> list[str]:
 
 async def probe(peer: str, access: Access, timeout_s: float, asking: Asking | None = None) -> Seen:
     """Is the agent at ``peer`` (host:port) alive? Asked on a new connection, so that no old answer counts. ``asking``:
-    whom it is to vouch for, if it can."""
+    the node that it is to vouch for, if it can."""
     began = time.monotonic()
     request = pb.ProbeRequest()
     if asking is not None:

@@ -27,7 +27,7 @@ TURN_S = 0.5
 """Electors become candidates one after the other, this long apart: time for an election and for the news of it."""
 
 AFTER_VOTE_S = 2.0
-"""Seconds that an elector gives the candidate for whom it has voted; it does not stand itself before. A controller
+"""Seconds that an elector gives the candidate for which it has voted; it does not stand itself before. A controller
 loses the followers that promise a later term to themselves."""
 
 log = logging.getLogger("flashrecovery")

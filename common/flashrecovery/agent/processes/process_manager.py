@@ -258,7 +258,7 @@ class ProcessManager:
         there = {} if self._places is None else self._places.env(replace.local_rank, rank)
         env = {**there, **self._env(), **rank_env(self._config, rank, command.generation, replace)}
         old = self._fence_old(rank, detached=replace.detached)
-        # Who is built up beside training takes part in the next generation at the earliest.
+        # A process that is built up beside training takes part in the next generation at the earliest.
         log = self._run_dir.log_path(rank, command.generation + (replace.joining > 0))
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
         new = ProcessOrder(env, log, replace.local_rank, replace.detached)

@@ -50,8 +50,8 @@ class ProcessProvider(Protocol):
 
     async def start(self, order: ProcessOrder) -> WorkerProcess | None:
         """A new process that connects by the bootstrap (:mod:`flashrecovery.worker_main`), in a session of
-        its own. None if this provider has none for the order now: the next one is asked. It may take its time; who asks
-        ends a process that is not wanted any more when it comes."""
+        its own. None if this provider has none for the order now: the next one is asked. It may take its time; the
+        caller ends a process that is not wanted any more when it comes."""
 
 
 class Forked:

@@ -165,7 +165,8 @@ class Zygote:
             self.close("")
 
     def close(self, reason: str) -> None:
-        """It ends at once, and is reaped as soon as it has (:meth:`reaped`). ``reason``: for those who still wait."""
+        """It ends at once, and is reaped as soon as it has (:meth:`reaped`). ``reason``: for callers that still
+        wait."""
         if self._closed:
             return
         self._closed = True

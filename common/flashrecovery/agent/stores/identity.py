@@ -1,4 +1,4 @@
-"""Who this node is in the job."""
+"""The identity of this node in the job."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 No rank hosts it, so no rank's death takes it away; each generation works under its own prefix. The agent binds and
 listens itself and hands the socket over: the port is known, and reserved, before the store's process is up. It keeps
 the socket, too, so that a store that has died is started again at the same address. What was in it is gone, which only
-those miss who were just meeting there: they fail, and meet again in the next generation.
+those miss that were just meeting there: they fail, and meet again in the next generation.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""An elastic job changes its size: who leaves, who joins, at which step."""
+"""An elastic job changes its size: which ranks leave, which join, at which step."""

@@ -34,7 +34,7 @@ class Growing:
         self._unused: set[str] = set()  # that came before; as long as they have no ranks, another one may make it up
         self._begun = False  # it has been looked at the nodes that were there before the launch
 
-    # -- who comes --------------------------------------------------------------------------------
+    # -- which ranks come -------------------------------------------------------------------------
 
     def commanded(self, replicas: int) -> None:
         """A user has commanded this number of replicas."""

@@ -193,7 +193,8 @@ class Joining:
     @property
     def _on_their_way(self) -> bool:
         """Whether some have not come to that step yet: they will, and cannot be stopped in whatever they do alone, as
-        one rank writes a checkpoint. Who is there and does not pause has begun it before it heard of the pause."""
+        one rank writes a checkpoint. A rank that is there and does not pause has begun it before it heard of the
+        pause."""
         return any(r.committed < self._round.before for r in self._job.in_order if not self._round.waiting.has(r.rank))
 
     def call_in(self) -> None:
@@ -251,8 +252,8 @@ class Joining:
         return f"{ranks_text(list(self._job.membership.joining))} {how} from step {version} on"
 
     def take_back(self) -> list[int]:
-        """Something has failed before those who came could go on: whose ranks they were to take over has them again.
-        Returns these ranks."""
+        """Something has failed before the new ones could go on: the processes whose ranks they were to take over have
+        them again. Returns these ranks."""
         back = self.relieved.take_back()
         self.came_to_nothing |= bool(back)
         return back
@@ -278,7 +279,7 @@ class Joining:
 
     def come_in(self, decision: Decision) -> tuple[Decision, list[int]]:
         """All members are stopped and are to go on as in ``decision``. If all joining processes are there, and it is
-        time, they are members from now on. Returns what is decided with them, and who they are."""
+        time, they are members from now on. Returns what is decided with them, and which ranks they are."""
         job = self._job
         self._round.waiting.dissolve()
         self._give_up_who_has_left()

@@ -131,7 +131,7 @@ class Resizing:
         self._coming = coming
         self._growing = growing
         self._order = job.membership.size
-        self._waiting = PauseBarrier()  # for those who are to leave
+        self._waiting = PauseBarrier()  # for the ranks that are to leave
         self._since = SinceStart()
         self._not_told = NotTold()
         self.last_resort = ReleasedProcesses(job)
@@ -184,7 +184,7 @@ class Resizing:
 
     def newest_of_all(self) -> int | None:
         """The newest version that a rank has committed, those included that have left since all were started. None if
-        the job cannot be as it was then: others have come, or who has left is not known here."""
+        the job cannot be as it was then: others have come, or which ranks have left is not known here."""
         job, left = self._job, [r for rank, r in self._since.left.items() if rank not in self._job.ranks]
         everybody = [*job.in_order, *left]
         if {record.rank for record in everybody} != set(range(job.world_size)):
@@ -347,7 +347,7 @@ class Resizing:
         return min((at for at in since if at is not None), default=now)
 
     def why_paused(self, version: int) -> str:
-        """For those who are stopped: ranks have paused at ``version``. A command that was given to a
+        """For the ranks that are stopped: some have paused at ``version``. A command that was given to a
         controller before this one is not known any more."""
         size = "as many" if self._order.wanted is None else self._order.wanted.replicas
         coming = self._coming.why_paused(version)
@@ -430,8 +430,8 @@ class Resizing:
         return found
 
     def take_back(self) -> list[int]:
-        """Something has failed before those who came could go on: whose ranks they were to take over has them again.
-        Returns these ranks."""
+        """Something has failed before the new ones could go on: the processes whose ranks they were to take over have
+        them again. Returns these ranks."""
         back = self._coming.take_back()
         if back:
             self._not_told.note_other_processes()
@@ -552,8 +552,8 @@ class Resizing:
         self._not_told = NotTold()
 
     def _say_what_is_on_one_node(self) -> None:
-        """Each rank's part of sharded state has copies on one other rank. Both may be on one node: who keeps what
-        follows from the ranks' numbers, and a node may have more of them than at the launch."""
+        """Each rank's part of sharded state has copies on one other rank. Both may be on one node: which rank keeps
+        what follows from the ranks' numbers, and a node may have more of them than at the launch."""
         job = self._job
         homes = {record.rank: record.home for record in job.in_order}
         if len({*homes.values()}) == 1 or not sharded(job.in_order):

@@ -40,7 +40,7 @@ class RelayoutFacts:
             ``readable``: the same, if all of it can still be read.
         lost_with: why it cannot be read.
         retries: how often a failed restore was tried again in this recovery.
-        unknown: why it is not known that those who are left have the whole state; "": they have.
+        unknown: why it is not known that the ranks that are left have the whole state; "": they have.
         checkpoint: the newest one that any layout can read, as version and directory.
         rooms: ranks for which there is room.
         elastic: the number of replicas may change, too; of such a job's checkpoints another layout reads none.

@@ -193,7 +193,7 @@ class ParallelismChange(Parallelism):
         return pb.Pause(step=max(wanted.step, 0), copies=False)
 
     def why_paused(self, version: int) -> str:
-        """For those who are stopped; "" if the layout does not change."""
+        """For the ranks that are stopped; "" if the layout does not change."""
         if self._next is None:
             return ""
         return f"the job goes on in the layout {layout_text(self._next.strategy)} from step {version} on"
@@ -288,10 +288,10 @@ class ParallelismChange(Parallelism):
         return self._memory.wrote(rank, reply)
 
     def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
-        """A rank could not write. ``differs``: it has another state than others where one will be everybody's; who has
-        the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its layout; a
-        command is dropped then. If the layout has to change, the recovery starts over with the state that the memory
-        has of the change before, or goes back to a checkpoint that any layout reads, or ends."""
+        """A rank could not write. ``differs``: it has another state than others where one will be everybody's; which
+        rank has the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its
+        layout; a command is dropped then. If the layout has to change, the recovery starts over with the state that the
+        memory has of the change before, or goes back to a checkpoint that any layout reads, or ends."""
         wanted = self._next
         self.interrupted()
         if wanted is None:
@@ -330,7 +330,8 @@ class ParallelismChange(Parallelism):
         job = self._job
         facts = facts_now(job)
         before = facts.now
-        # All may be lost that were on their way; and who is filled again has told another controller nothing yet.
+        # All may be lost that were on their way; and a rank that is filled again has told another controller nothing
+        # yet.
         told = next((record for record in job.in_order if record.steps is not None), RankRecord(0))
         staying = StayingFacts(facts, told.batches, told.steps)
         found = self._as_there_is_room(wanted, facts)

@@ -1,6 +1,6 @@
 """The state that ranks of another layout begin with: written into the nodes' memory, and kept there until they have it.
 
-Each shard is written by one of those who have it, or by two on different nodes (:mod:`.staging_writers`). From the
+Each shard is written by one of the ranks that have it, or by two on different nodes (:mod:`.staging_writers`). From the
 start of the new ranks on, agents know where it is, for a controller that comes in between
 (:class:`~flashrecovery.controller.state.staged_layout.StagedLayout`).
 """

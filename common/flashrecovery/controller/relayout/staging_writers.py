@@ -1,4 +1,4 @@
-"""Who writes which shard into the nodes' memory for another layout. Pure."""
+"""Which rank writes which shard into the nodes' memory for another layout. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assigned(
             if holding.kind in _PREFERRED:
                 holders[holding.shard].setdefault(record.rank, holding.kind)
     load: Counter[int] = Counter()
-    # Who has anything writes, if only what all should have alike: so it is compared.
+    # A rank that has anything writes, if only what all should have alike: so it is compared.
     orders: dict[int, list[pb.StagingItem]] = {
         rank: [] for rank, record in records.items() if record.inventory.newest >= 0
     }

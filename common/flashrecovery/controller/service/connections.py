@@ -46,7 +46,7 @@ class Connections:
             self.links[message.node] = Link()
         return self.links[message.node]
 
-    # -- who is connected -------------------------------------------------------------------------
+    # -- what is connected ------------------------------------------------------------------------
 
     def open(self, connection: AgentConnection) -> None:
         """``connection`` is the node's present one from now on."""

@@ -31,7 +31,7 @@ _YOUNG_OBJECTS = 200_000
 
 @dataclass(frozen=True)
 class Receivers:
-    """Those to whom the actions of one controller go."""
+    """What the actions of one controller go to."""
 
     agents: Connections
     heartbeats: ControllerHeartbeats

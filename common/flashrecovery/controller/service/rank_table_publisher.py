@@ -32,7 +32,7 @@ class RankTablePublisher:
         self._rows: list[tuple[pb.RankEntry | None, dict[str, Any]]] = []  # of the file; the writer's, by rank
 
     def publish(self, action: Publish, agents: Mapping[str, object]) -> Iterable[tuple[str, pb.Command]]:
-        """Have the file written, and say what to send to whom. ``agents``: their links, by node; another link is
+        """Have the file written, and say what to send to which agent. ``agents``: their links, by node; another link is
         another agent, which knows nothing yet."""
         self._newest = action
         self._writer.submit(self._write, action)

@@ -45,7 +45,8 @@ class Relays:
     def moves(
         self, connections: Collection[AgentConnection], nodes: Mapping[str, NodeRecord], now: float
     ) -> list[tuple[str, str]]:
-        """(agent, its relay from now on): whom to tell now. ``connections``: the newest of each node that has one."""
+        """(agent, its relay from now on): those that are to be told now. ``connections``: the newest of each node that
+        has one."""
         if now < self._look_at:
             return []
         found = self._moves(connections, nodes, now)

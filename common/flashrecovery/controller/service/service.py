@@ -92,7 +92,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             marks: the file in which failures of nodes are remembered; None: they are not.
             home: the job's run directory, if ``run_dir`` is one of several in it.
             machine: the job's; None: a new one.
-            course: gives the recorded timeline of the job as JSON, for those who ask for it; None: it is not recorded.
+            course: gives the recorded timeline of the job as JSON, for a status that asks for it; None: it is not
+                recorded.
         """
         self.machine = machine or new_machine(config, run_dir)
         self._config = config

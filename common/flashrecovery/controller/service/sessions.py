@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 _REGISTER_S = 10.0
-"""A connection that has not said who it is by then is closed."""
+"""A connection that has not said whose it is by then is closed."""
 _FRAMES = 200
 """The most frames in one message of a relay's stream, so that none becomes too large."""
 

@@ -542,7 +542,7 @@ class JobState:
         return sorted(own)
 
     def sharded_among(self, layout: tuple[int, ...]) -> None:
-        """State is sharded among these ranks, as those who have it have said to a controller that did not know."""
+        """State is sharded among these ranks, as those that have it have said to a controller that did not know."""
         self.membership.sharded_anew(layout)
         gone = (rank for rank in layout if rank not in self.ranks)
         self.membership.removed.update((rank, {}) for rank in gone)  # what is known may be of another one

@@ -1,5 +1,5 @@
-"""Who comes and who has left, among whom state is sharded, and in which parallel layout: what a job of fixed size and
-layout never changes."""
+"""Which ranks come and which have left, among which state is sharded, and in which parallel layout: what a job of fixed
+size and layout never changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of a job: who has come, who holds which ranks, who is spare or lost."""
+"""The nodes of a job: which have come, which ranks they hold, which are spare or lost."""
 
 from __future__ import annotations
 

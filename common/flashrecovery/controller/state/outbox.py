@@ -1,7 +1,7 @@
 """What the machine wants done, and which answers it waits for.
 
 Every command has a serial number, one to many ranks a common one. With a deadline it is *pending* until all of its
-ranks have acknowledged it; who misses the deadline is a victim.
+ranks have acknowledged it; a rank that misses the deadline is a victim.
 """
 
 from __future__ import annotations

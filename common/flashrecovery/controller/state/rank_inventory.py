@@ -97,7 +97,7 @@ class RankInventory:
         self.sharded = sharded
 
     def sharding_told(self, *, as_launched: bool, has_part: bool) -> None:
-        """The ranks have said among whom state is sharded. ``has_part``: it is one of them."""
+        """The ranks have said among which of them state is sharded. ``has_part``: it is one of them."""
         self.as_launched = as_launched
         if not has_part:
             self.need_no_part()

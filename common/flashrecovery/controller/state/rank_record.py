@@ -400,7 +400,7 @@ def unequal_steps(records: Iterable[RankRecord]) -> str:
 
 def unequal_ends(records: Iterable[RankRecord]) -> str:
     """Scripts that have come to their end after other numbers of calls than others have made; "" if there are
-    none. Who makes more waits for ever."""
+    none. A rank that makes more waits for ever."""
     ended: dict[int, list[int]] = {}
     newest = 0
     for record in records:

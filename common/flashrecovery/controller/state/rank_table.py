@@ -1,4 +1,4 @@
-"""Who fills which rank: as a file for everybody, and for each agent the few entries that it needs. Pure."""
+"""Which process fills which rank: as a file for everybody, and for each agent the few entries that it needs. Pure."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ _SPARE_SOURCES = 256
 
 @dataclass
 class RestoreRound:
-    """One execution of a plan: who takes part, what they reported. ``needs``, ``holdings``: what the plan is about.
-    ``decodes``: what is decoded before, group by group. ``reshape``: how state is sharded otherwise afterwards; all
-    ranks take part in it. ``staging``: where all ranks read everything, which others have left there."""
+    """One execution of a plan: which ranks take part, what they reported. ``needs``, ``holdings``: what the plan is
+    about. ``decodes``: what is decoded before, group by group. ``reshape``: how state is sharded otherwise afterwards;
+    all ranks take part in it. ``staging``: where all ranks read everything, which others have left there."""
 
     version: int
     reason: str
@@ -190,11 +190,11 @@ def decide(
     layout: Sequence[int] = (),
     removed: Mapping[int, Mapping[str, int]] = MappingProxyType({}),
 ) -> Decision:
-    """Which version all ranks go to, and from whom they get it.
+    """Which version all ranks go to, and from which ranks they get it.
 
     Args:
         layout: of an elastic job, the ranks among which state is sharded now.
-        removed: what those of them need who have left.
+        removed: what those of them need that have left.
 
     Raises JobFailedError if neither a cut nor a checkpoint exists.
     """
@@ -334,8 +334,8 @@ def _any_cut(
 
 
 def _plain_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable], left: Sequence[Need] = ()) -> Cut | None:
-    """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a
-    newer one. None in every other case."""
+    """The usual case, found without writing down which rank holds what: everything exists at one version, and nothing
+    at a newer one. None in every other case."""
     newest = max((r.inventory.newest for r in records.values()), default=-1)
     others = [r for r in records.values() if r.inventory.live != newest]
     if newest < 0 or not any(r.inventory.needs for r in records.values()):

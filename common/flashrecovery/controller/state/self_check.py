@@ -118,8 +118,8 @@ def rank_laws(job: JobState) -> Iterator[str]:
 
 
 def change_laws(before: Mapping[str, ChangeState], now: Mapping[str, ChangeState]) -> Iterator[str]:
-    """Changes that have come from one state to another to which no event leads, each as text. Who is missing was, or
-    is, at rest."""
+    """Changes that have come from one state to another to which no event leads, each as text. One that is missing was,
+    or is, at rest."""
     for name in sorted(before.keys() | now.keys()):
         rest = at_rest(before.get(name) or now[name])
         wrong = wrong_change(before.get(name, rest), now.get(name, rest))

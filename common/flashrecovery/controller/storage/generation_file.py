@@ -1,7 +1,7 @@
 """The number of the newest generation, on disk before anybody acts in it: so no number is used a second time.
 
-Agents and ranks know the number. But all who know it may lose power at once, the controller among them: of two nodes,
-say, one has been given up, and then the other one goes. Who begins as controller there later would count on from what
+Agents and ranks know the number. But all that know it may lose power at once, the controller among them: of two nodes,
+say, one has been given up, and then the other one goes. A controller that begins there later would count on from what
 the rest still knows, and give a generation a number that has been used. Its own disk says better.
 
 The file is in the run directory that a controller holds alone, and the newest of all that are in the job's directory

@@ -1,1 +1,1 @@
-"""Sizes of an elastic job: replicas, new ranks, who leaves, which samples belong to whom. Pure."""
+"""Sizes of an elastic job: replicas, new ranks, which ranks leave, which samples belong to which. Pure."""

@@ -1,9 +1,9 @@
 """Which ranks of a job make up a replica: all that share a data-parallel coordinate. Pure.
 
 As the job was launched, ranks are numbered along axes: some within a replica (tensor parallelism, HSDP's shards), then
-the data-parallel one, then perhaps others (pipeline stages). So three numbers say who belongs to whom, and they are the
-same on all ranks. A rank's *model rank* is its number within its replica: ranks with the same model rank have the same
-state, apart from what is sharded among them. Replicas leave and come as a whole, so model ranks never change.
+the data-parallel one, then perhaps others (pipeline stages). So three numbers say which ranks belong together, and they
+are the same on all ranks. A rank's *model rank* is its number within its replica: ranks with the same model rank have
+the same state, apart from what is sharded among them. Replicas leave and come as a whole, so model ranks never change.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class ReplicaShape:
         return [replica for replica, ranks in self.by_replica(members).items() if len(ranks) == self.each]
 
     def follows(self, ranks: Collection[int], members: Collection[int]) -> bool:
-        """Whether it is known who of these ranks (a process group's, made when the job consisted of ``members``) there
-        are in any size: all are of one replica, or they have the same model ranks in every replica."""
+        """Whether it is known which of these ranks (a process group's, made when the job consisted of ``members``)
+        there are in any size: all are of one replica, or they have the same model ranks in every replica."""
         return len(self.by_replica(ranks)) == 1 or self.everywhere(ranks, members)
 
     def everywhere(self, ranks: Collection[int], members: Collection[int]) -> bool:
@@ -148,7 +148,7 @@ class ReplicaShape:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks of a job, counted without a gap, among whom state is sharded: all that have certain model ranks. Their
+    """The ranks of a job, counted without a gap, among which state is sharded: all that have certain model ranks. Their
     places in the sharding follow the order of their numbers.
 
     Attributes:

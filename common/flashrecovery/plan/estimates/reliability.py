@@ -1,7 +1,7 @@
 """What a job survives, for how long, and what it loses: all of the plan's parts together, for each protection.
 
-What the parts say: :mod:`~.footprint` (memory and traffic), :mod:`~.copy_holders` (who
-protects whom), :mod:`~.survival` (how long that lasts), :mod:`~.spares` (waiting
+What the parts say: :mod:`~.footprint` (memory and traffic), :mod:`~.copy_holders` (which
+protects which), :mod:`~.survival` (how long that lasts), :mod:`~.spares` (waiting
 for nodes), :mod:`~.ettr` (lost time).
 """
 

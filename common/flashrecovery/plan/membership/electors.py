@@ -38,9 +38,9 @@ class Eligible:
 def choose(nodes: Sequence[Eligible], leader: str, present: Sequence[Elector] = ()) -> tuple[Elector, ...]:
     """The electors out of the living ``nodes``: the controller's own node ``leader`` first, and an odd number.
 
-    Who is one already stays one; the others are taken from as many failure domains as there are. None if there are
-    fewer than three nodes, or ``leader`` is not among them (a controller outside the nodes is started again by
-    whatever has started it).
+    One that is an elector already stays one; the others are taken from as many failure domains as there are. None if
+    there are fewer than three nodes, or ``leader`` is not among them (a controller outside the nodes is started again
+    by whatever has started it).
     """
     by_name = {e.elector.node: e for e in nodes}
     if len(nodes) < FEWEST or leader not in by_name:

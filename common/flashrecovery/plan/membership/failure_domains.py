@@ -42,7 +42,7 @@ class RankLocation:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Who has a shard.
+    """Which ranks have a shard.
 
     Attributes:
         live: ranks that have it live, one at least.

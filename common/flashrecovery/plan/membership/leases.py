@@ -1,4 +1,5 @@
-"""The sums behind who may believe what for how long: of nodes that belong to the job, and of the controller. Pure.
+"""The sums behind which process may believe what for how long: of nodes that belong to the job, and of the controller.
+Pure.
 
 Each process keeps its belief as an interval on its own clock, which begins when it *sends* a message
 that the other side has answered or echoed. So it is never newer than what the other side knows, whatever was delayed on

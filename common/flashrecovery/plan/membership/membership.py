@@ -32,8 +32,8 @@ from flashrecovery.plan.membership.electors import Elector, majority
 from flashrecovery.plan.membership.leases import Limits
 
 FRESH = 0.7
-"""Part of the lease. Who has not heard the controller for that long itself passes nothing on: it may have been cut off
-at the same time, and a controller that is late would be even later."""
+"""Part of the lease. A node that has not heard the controller for that long itself passes nothing on: it may have been
+cut off at the same time, and a controller that is late would be even later."""
 MUTE = 4.0
 """Times ``node_silence_s``. A controller whose port accepts but that says nothing is busy; if it is so for that long,
 its process stands still, and it is its host's kernel that takes the connections."""
@@ -41,8 +41,8 @@ its process stands still, and it is its host's kernel that takes the connections
 
 @dataclass(frozen=True)
 class Seen:
-    """A peer's answer. ``vouched``: the controller has learned from it that who asks lives. ``controller`` (HOST:PORT),
-    of this ``term``: whom it follows. ``generation``: the newest one of which it has heard."""
+    """A peer's answer. ``vouched``: the controller has learned from it that the asking node lives. ``controller``
+    (HOST:PORT), of this ``term``: the one that it follows. ``generation``: the newest one of which it has heard."""
 
     peer: str
     reachable: bool
@@ -71,7 +71,7 @@ class NodeStatus(Enum):
 
 @dataclass(frozen=True)
 class Reach:
-    """Who has answered. ``enough``: others are reached as far as it takes to do without the controller. ``vouched``:
+    """Which have answered. ``enough``: others are reached as far as it takes to do without the controller. ``vouched``:
     the controller has been informed that this node lives."""
 
     enough: bool

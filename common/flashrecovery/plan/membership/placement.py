@@ -60,8 +60,8 @@ def place(ranks: Sequence[int], rooms: Sequence[Room], lost_domain: str = "") ->
 
 def apart(places: Mapping[int, str], homes: Mapping[int, str], keepers: Mapping[int, int]) -> dict[int, str]:
     """The same places for ranks that no single node could take, exchanged among them so that fewer are on the node of
-    the rank that keeps their copies. ``homes``: of all ranks that have a place already; ``keepers``: who that rank is,
-    of each rank."""
+    the rank that keeps their copies. ``homes``: of all ranks that have a place already; ``keepers``: which rank that
+    is, of each rank."""
     found, at = dict(places), {**homes, **places}
     concerned = [(rank, keeper) for rank, keeper in keepers.items() if rank in found or keeper in found]
 
@@ -85,8 +85,8 @@ def place_joining(
 ) -> dict[int, str]:
     """The same for ranks that come into a running job, which had ``per_node`` ranks on each node at its launch: where
     others of their node of the launch are (``homes``: of all ranks that there are), and else together; if possible not
-    where ranks of another node of the launch are. So who keeps whose copies (:func:`ring_of`) stays right. Empty if
-    there is not enough room."""
+    where ranks of another node of the launch are. So which rank keeps whose copies (:func:`ring_of`) stays right. Empty
+    if there is not enough room."""
     on: dict[str, set[int]] = {}  # of which nodes of the launch there are ranks
     mates: dict[int, Counter[str]] = {}  # where ranks of each node of the launch are
     for rank, home in homes.items():

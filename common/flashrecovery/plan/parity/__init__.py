@@ -1,1 +1,1 @@
-"""Parity: what is added to what, who holds it, and what it can give back. Pure."""
+"""Parity: what is added to what, which rank holds it, and what it can give back. Pure."""

@@ -116,7 +116,7 @@ class ParityLayout:
         """Units of a stripe, and of a member."""
         return self.members - self.parity
 
-    # -- who has what -----------------------------------------------------------------------------
+    # -- where it is ------------------------------------------------------------------------------
 
     def holder(self, stripe: int, part: StripePart) -> int:
         """The member that holds P or Q of a stripe."""

@@ -1,4 +1,4 @@
-"""How what a parity group has lost is decoded: who gathers what, adds it up, and hands over what comes out. Pure.
+"""How what a parity group has lost is decoded: which member gathers what, adds it up, and sends what comes out. Pure.
 
 Every member draws the same plan from the same facts. Of each stripe the chunks go to those members that are least busy
 with the ones before.
@@ -144,7 +144,7 @@ def newest_decodable(layout: ParityLayout, held: Mapping[int, Held]) -> int | No
 
 
 class _Planner:
-    """Who gathers what; counts what each member sends and receives."""
+    """Which member gathers what; counts what each member sends and receives."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""From one sharding of tensors to another: boxes, layouts, who sends what and when. Pure."""
+"""From one sharding of tensors to another: boxes, layouts, which rank sends what and when. Pure."""

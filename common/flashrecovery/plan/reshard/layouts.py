@@ -1,4 +1,4 @@
-"""Who holds which boxes of which tensor: the layouts of the frameworks in one form.
+"""Which rank holds which boxes of which tensor: the layouts of the frameworks in one form.
 
 A *placement* is how one tensor lies on ranks: parts, each a box and all ranks that hold it. Tensors of one shape that
 lie alike (the layers of a stage) share one placement object, which makes planning for them as cheap as for one. A rank

@@ -40,7 +40,7 @@ class LoadBalance:
     load: Ints
 
     def serving(self, holders: Ints, request: Ints) -> Ints:
-        """Who of each set serves the request with this number."""
+        """Which one of each set serves the request with this number."""
         found: Ints = self.cards[self.starts[holders] + request % self.lengths[holders]]
         return found
 
@@ -76,7 +76,7 @@ def deal(sets: Sequence[Ints], holders: Ints, counts: Ints, sizes: Ints, ranks: 
 
 
 def _deck(members: Ints, load: Ints, wanted: float) -> Ints:
-    """``wanted`` bytes for these members, who have ``load`` already: filled up to one level, dealt evenly in time."""
+    """``wanted`` bytes for these members, which have ``load`` already: filled up to one level, dealt evenly in time."""
     low = np.sort(load)
     # The level at which the lowest n members have taken everything; the right n is the last that stays below the next.
     levels = (wanted + np.cumsum(low)) / np.arange(1, len(low) + 1)

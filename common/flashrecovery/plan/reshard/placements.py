@@ -45,7 +45,7 @@ class Pattern(ABC):
 
     @property
     def divides(self) -> bool:
-        """No two places have the same of it; False: who has it, has all of it."""
+        """No two places have the same of it; False: a place that has it, has all of it."""
         return True
 
     def counted(self, place: int, size: int) -> tuple[int, int] | None:

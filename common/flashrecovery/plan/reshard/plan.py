@@ -56,7 +56,7 @@ class Reshard:
         request_piece, request_dest: what travels: the piece, and the rank that gets it, ascending by piece.
         first_request: of each piece, the number of its first request.
         kept_piece, kept_dest: what a rank has already.
-        decks: who serves a request.
+        decks: which place serves a request.
         stream: of each piece, its stream in ``decks``; -1 if it does not travel.
         needed_bytes: what the new layout has, replicas included.
         held_bytes: of that, what the same process holds already.
@@ -100,7 +100,8 @@ class Reshard:
         return np.bincount(self.request_piece, minlength=len(self.pieces))
 
     def sources(self, requests: Ints, tensor: Ints | int) -> Ints:
-        """Who serves these requests, for the class's tensor number ``tensor`` (shapes as numpy combines them)."""
+        """Which places serve these requests, for the class's tensor number ``tensor`` (shapes as numpy combines
+        them)."""
         piece = self.request_piece[requests]
         turn = self.decks.first[self.stream[piece]] + requests - self.first_request[piece]
         return self.decks.serving(self.pieces.holders[piece], turn + tensor * self.requests_of_piece[piece])

@@ -1,7 +1,7 @@
 """How a tensor is sharded among ranks, as a rule that holds for any number of them. Pure.
 
-A rule needs no model and no framework, so it can be written into a checkpoint: who reads that one later, in whatever
-size, knows from the rules which box of which tensor is in which rank's files.
+A rule needs no model and no framework, so it can be written into a checkpoint: a job that reads that one later, in
+whatever size, knows from the rules which box of which tensor is in which rank's files.
 """
 
 from __future__ import annotations

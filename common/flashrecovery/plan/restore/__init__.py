@@ -1,1 +1,1 @@
-"""From which version a job goes on, and who gives which shard to whom. Pure."""
+"""From which version a job goes on, and which rank gives which shard to which. Pure."""

@@ -1,4 +1,5 @@
-"""Where the ranks of another parallel layout are, over the nodes that live, and who keeps copies of whom there. Pure.
+"""Where the ranks of another parallel layout are, over the nodes that live, and which rank keeps copies of which there.
+Pure.
 
 Ranks are numbered as Megatron does it: those of one tensor-parallel group follow on each other. They talk the most, so
 a group is on one node where possible; and as the order of nodes stays, neighbours in the pipeline are near each other.

@@ -140,7 +140,7 @@ class Workload:
         model: of the job.
         sequence: tokens of a sample.
         global_batch: samples of a step, exactly.
-        sharding: who holds what of the state.
+        sharding: which ranks hold what of the state.
         recompute: activations are computed again in the backward pass.
         uneven: replicas may compute one micro-batch more than others.
         tp_within_node: tensor parallelism over nodes is no candidate.

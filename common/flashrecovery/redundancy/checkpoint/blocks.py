@@ -2,7 +2,7 @@
 
 DCP reads a stored tensor as a whole. Its file has the tensor as an archive of ``torch.save`` in which the bytes lie
 uncompressed, row by row; where they begin, the archive's own directory says. Digests are of *blocks* of 1 MiB, so that
-who reads a part of a tensor can check it: what is read begins and ends with a block. Of smaller parts many lie in one
+a reader of a part of a tensor can check it: what is read begins and ends with a block. Of smaller parts many lie in one
 block, which is read once.
 """
 

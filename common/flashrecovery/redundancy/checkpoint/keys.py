@@ -25,5 +25,5 @@ def tensor_key(shard: Shard, key: str) -> str:
 
 
 def tensor_prefix(name: str, shared: bool, rank: int) -> str:
-    """With which the DCP keys of a shard's tensors begin. ``rank``: who has written it."""
+    """With which the DCP keys of a shard's tensors begin. ``rank``: the one that has written it."""
     return f"shared/{name}/" if shared else f"rank{rank}/{name}/"

@@ -64,7 +64,7 @@ class Manifest:
             same on all ranks; None: that is not known, and only as many ranks can read it. Where replicas have several
             ranks: how what this rank's model rank has is sharded among the replicas, and all else is the same there.
         said: which ranks made up the replicas; None: each was one.
-        model_ranks: of this rank and of those among whom its state is sharded; none: its own alone.
+        model_ranks: of this rank and of those among which its state is sharded; none: its own alone.
     """
 
     version: int
@@ -79,7 +79,7 @@ class Manifest:
     model_ranks: tuple[int, ...] = ()
 
     def sharing(self, model_rank: int) -> Sharing:
-        """Among whom the state is sharded of the rank that has written this, which has this model rank."""
+        """Among which ranks the state is sharded of the one that has written this, which has this model rank."""
         return Sharing(self.shape, self.model_ranks or (model_rank,))
 
     @property

@@ -182,8 +182,8 @@ def _spec(
     world: int,
     place: int | None,
 ) -> ShardSpec:
-    """What a shard consists of here, from what those of ``ranks`` say who wrote its parts. ``place``: the number of its
-    optimizer state among those of this rank, where that is not the same on all ranks."""
+    """What a shard consists of here, from what those of ``ranks`` say that wrote its parts. ``place``: the number of
+    its optimizer state among those of this rank, where that is not the same on all ranks."""
     known: tuple[bytes, ShardSpec] | None = None
     owners = rules[0].owners(ranks) if rules[0].shared else ()
     for writer, manifest in manifests.items():

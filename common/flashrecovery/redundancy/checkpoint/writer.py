@@ -86,7 +86,7 @@ class _Part:
 
     @property
     def sharing(self) -> Sharing:
-        """Among whom its state is sharded."""
+        """The ranks among which its state is sharded."""
         return Sharing.of_rank(self.shape, self.rank, self.model_ranks)
 
     @property
@@ -109,7 +109,7 @@ class CheckpointFallback:
     thread.
 
     Args: directory: where checkpoints go; made if it does not exist. rank, world: this rank and the world
-        size. shape: which ranks make up replicas; by default each is one. model_ranks: of those among whom this
+        size. shape: which ranks make up replicas; by default each is one. model_ranks: of those among which this
         rank's state is sharded; by default its own alone. keep: published checkpoints to keep,
         >= 1. form: the framework's own, None for the core's. on_published: called on the one rank that published.
         on_error: called with what writing has raised (disk full, ...); training goes on, this checkpoint is lost.

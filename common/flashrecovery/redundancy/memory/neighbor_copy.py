@@ -107,7 +107,7 @@ class NeighbourCopies:
 
     Args:
         context: the group has the ring's ranks, by place.
-        ring: who keeps whose copies.
+        ring: which rank keeps whose copies.
         shards: all shards of this rank that a rollback concerns. Own copies are kept of all of them, because a recovery
             point may lie one step back for every shard.
         copied: names of those that go to the neighbour; by default all that no other rank holds.

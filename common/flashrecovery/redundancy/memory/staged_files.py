@@ -160,7 +160,7 @@ def write(
     index = Index(rank, version, tuple(tensors), specs, common)
     partial = directory / f".rank{rank}.index"
     partial.write_bytes(index.encode())
-    os.replace(partial, directory / f"rank{rank}.index")  # last: who reads finds whole files only
+    os.replace(partial, directory / f"rank{rank}.index")  # last: a reader finds whole files only
     of_shards: dict[str, xxhash.xxh3_128] = defaultdict(xxhash.xxh3_128)
     for stored in sorted(tensors, key=lambda stored: (stored.shard, stored.key)):
         of_shards[stored.shard].update(stored.key.encode() + b"\0" + stored.digest)
@@ -239,7 +239,7 @@ class StagedFiles:
         self._checked: dict[tuple[int, int], torch.Tensor] = {}
         self._of: dict[str, list[tuple[int, StoredTensor, LogicalPart]]] = defaultdict(list)
         self._copies: dict[tuple[str, str], list[tuple[int, StoredTensor]]] = defaultdict(list)
-        taken: dict[str, int] = {}  # from whom each shard is read, of several that have written it
+        taken: dict[str, int] = {}  # from which rank each shard is read, of several that have written it
         for rank in sorted(self.indexes, key=lambda rank: (self._is_elsewhere(rank), rank)):
             for tensor in self.indexes[rank].tensors:
                 self._copies[tensor.shard, tensor.key].append((rank, tensor))

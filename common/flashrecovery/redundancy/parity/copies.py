@@ -164,7 +164,7 @@ class ParityCopies:
         return slots[0], slots[1]
 
     def _meet(self) -> None:
-        """Who tells whom in this group."""
+        """Which rank tells which in this group."""
         n = len(self.ranks)
         self._told = [(self._me + i) % n for i in range(1, self.losses + 1)]
         self._tellers = [(self._me - i) % n for i in range(1, self.losses + 1)]

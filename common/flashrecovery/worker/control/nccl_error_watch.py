@@ -1,6 +1,6 @@
 """NCCL's asynchronous errors: a connection that has broken, without any process having died.
 
-gloo raises such an error in the thread that communicates. NCCL lets the kernel wait on the device, and tells only who
+gloo raises such an error in the thread that communicates. NCCL lets the kernel wait on the device, and tells only what
 asks (ProcessGroupNCCL::getError); torch's own watchdog, which asks, would end the process. So a thread asks, and if the
 controller says nothing either for the time in which it would have noticed a death, gives up all communication. From
 there on it is as with gloo: the training thread raises, and the process is replaced if it still hears of no stop.

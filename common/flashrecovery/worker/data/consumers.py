@@ -1,4 +1,4 @@
-"""Who takes the batches of a data stream: a generator that lives from step to step cannot be rolled back.
+"""What takes the batches of a data stream: a generator that lives from step to step cannot be rolled back.
 
 A stop unwinds the step, and so ends every generator that waits for a batch; what such a generator has fetched ahead
 belongs to no version. It is named in the second step in which it asks. A generator that is made and used up within one

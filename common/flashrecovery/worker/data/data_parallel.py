@@ -1,4 +1,4 @@
-"""Who stands at this rank's place in the other replicas of a plain model, and among whom its batches are split.
+"""Which ranks have this one's place in the other replicas of a plain model, and among which its batches are split.
 
 These are two questions. What leaves and comes as a whole is what has the whole state together. In tensor parallelism
 the same ranks compute a micro-batch together; those of an HSDP replica have the state together, and each of them

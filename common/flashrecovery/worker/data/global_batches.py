@@ -364,7 +364,7 @@ class ElasticBatches:
         return BatchSplit(self._shape["global_batch"], self._shape["micro_batch"], self._place()[1])
 
     def _place(self) -> tuple[int, int]:
-        """This rank's number among those among whom the micro-batches are divided, and how many there are. The others
+        """This rank's number among those among which the micro-batches are divided, and how many there are. The others
         compute the same as one of these (tensor parallelism)."""
         if not self._looked:
             self._group = data_parallel_group(self._models()) if self._replicas is None else self._replicas()

@@ -16,7 +16,7 @@ from typing import Any
 from flashrecovery.worker.preimport.preimport import Installed
 
 _BETWEEN = frozenset(function.__code__.co_filename for function in (type(os.environ).setdefault, MutableMapping.update))
-"""Files whose functions stand between who changes the environment and the change."""
+"""Files whose functions stand between what changes the environment and the change."""
 
 
 class EnvironmentWatch:

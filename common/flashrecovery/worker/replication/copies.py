@@ -288,8 +288,8 @@ class Copies:
     def adopt_own(self, held: Mapping[str, tuple[int, ...]], version: int) -> None:
         """Some shards are each rank's own, and not what other ranks have under their name: from ``version`` on, which
         is yielded next (-1: they have been for some time). ``held``: those of this rank, by the names that they had,
-        and who was said to hold them. They are copied as others that no other rank holds; on every rank at the same
-        place.
+        and which ranks were said to hold them. They are copied as others that no other rank holds; on every rank at the
+        same place.
 
         Raises UnsupportedError if that cannot be: replicas are asked for, or checkpoints are in the framework's format.
         """

@@ -35,7 +35,7 @@ class OwnCopies:
         # what was kept before shards turned out to be each rank's own, for a step
         self._before: PreStepCopy | None = None
         self._until = 0  # the version from which on that is no longer needed
-        self._as_before: dict[str, tuple[int, ...]] = {}  # who held these shards then, all alike
+        self._as_before: dict[str, tuple[int, ...]] = {}  # which ranks held these shards then, all alike
 
     def enable(self, *, brief: bool = False) -> None:
         """Keep a pre-step copy from the next step on; ``brief``: for a few steps."""
@@ -81,8 +81,8 @@ class OwnCopies:
         self._before, self.undo = before, None
 
     def turned_out_own(self, version: int, held: dict[str, tuple[int, ...]]) -> None:
-        """Some shards are each rank's own from ``version`` on. ``held``: who held those of this rank before, if they
-        were equal then, by the names that they had."""
+        """Some shards are each rank's own from ``version`` on. ``held``: which ranks held those of this rank before, if
+        they were equal then, by the names that they had."""
         self._until, self._as_before = version, held
 
     def drop_snapshot(self) -> None:

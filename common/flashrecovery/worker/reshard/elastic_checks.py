@@ -2,7 +2,7 @@
 
 All of its state is equal on all ranks that have the same model rank, or sharded among these in a way that is known:
 then those that stay have it, or copies of it, whichever ranks leave. And nothing of a step may depend on how many there
-are, but who computes which micro-batch.
+are, but which replica computes which micro-batch.
 """
 
 from __future__ import annotations

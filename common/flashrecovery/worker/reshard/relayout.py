@@ -1,8 +1,8 @@
 """A worker's side of a change of the parallel layout: what it writes into the node's memory before it ends, and what it
 reads there when it begins in another layout.
 
-Before the first step all ranks tell each other of what each of their shards is in the whole model: who keeps copies of
-another rank's shards can then write these, too.
+Before the first step all ranks tell each other of what each of their shards is in the whole model: which rank keeps
+copies of another rank's shards can then write these, too.
 """
 
 from __future__ import annotations

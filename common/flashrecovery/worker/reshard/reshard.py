@@ -1,11 +1,11 @@
 """A job changes its size, and its state is sharded among the ranks: this rank's part of sharding it otherwise.
 
 Three moves. *Make ready* (with the restore, when every rank has its own shards of the version in the old sharding): the
-core plans who sends what to whom, each rank fills memory that its adapters have prepared, and copies of it go to the
-new neighbour. Nothing of the old sharding changes, neither the live tensors nor the copies of them. *Put in place*
-(with the resume, or with the stop of a later recovery if the controller had decided for it): the adapters exchange
-their tensors; the old ones, and the copies of them, go. *Drop*: a rank has failed before all were ready; the old state
-is still there.
+core plans which rank sends what to which, each rank fills memory that its adapters have prepared, and copies of it go
+to the new neighbour. Nothing of the old sharding changes, neither the live tensors nor the copies of them. *Put in
+place* (with the resume, or with the stop of a later recovery if the controller had decided for it): the adapters
+exchange their tensors; the old ones, and the copies of them, go. *Drop*: a rank has failed before all were ready; the
+old state is still there.
 
 Where replicas consist of several ranks, each model rank has its own state, which is sharded among the ranks that
 have it: places in a sharding are counted among these, in the order of the replicas. (An adapter may say that the state
@@ -65,7 +65,7 @@ class ReadyShard(Shard):
 
 @dataclass(frozen=True)
 class _Sharers:
-    """Those of a layout among whom this rank's state is sharded: mostly, those with its model rank.
+    """Those of a layout among which this rank's state is sharded: mostly, those with its model rank.
 
     Attributes:
         ranks: as the job was launched, by their places in the sharding.
@@ -189,7 +189,7 @@ class Reshaping:
     def _held(
         self, of_all: _ShardLayouts, old: _Sharers, custody: Iterable[pb.Custody], version: int
     ) -> dict[str, list[LocalBox]]:
-        """What this rank has of the old sharding: its own, and copies of those who have left."""
+        """What this rank has of the old sharding: its own, and copies of those that have left."""
         by_shard: dict[tuple[int, str], list[tuple[int, ShardedTensor]]] = {}
         for number, tensor in of_all.tensors(old.size):
             for place, shard in enumerate(tensor.shards):
@@ -261,8 +261,8 @@ class Reshaping:
     # -- put in place, or drop --------------------------------------------------------------------
 
     def say(self, reply: pb.Reply) -> None:
-        """How this rank's state is sharded, and for whom it is ready; nothing if none is sharded, or this rank has no
-        part of it."""
+        """How this rank's state is sharded, and for which ranks it is ready; nothing if none is sharded, or this rank
+        has no part of it."""
         sharded = bool(roles.shard_layouts(self._registry.adapters))
         if self.layout and (sharded or self._copies.across):
             reply.layout.extend(self.layout)
@@ -296,7 +296,7 @@ class Reshaping:
         self._copies.drop_ready()
 
     def check(self, members: Sequence[int]) -> None:
-        """Raises JobFailedError if this rank's state is sharded among others than ``members``, with whom it is to go
+        """Raises JobFailedError if this rank's state is sharded among others than ``members``, with which it is to go
         on."""
         if self.layout != tuple(members) and roles.shard_layouts(self._registry.adapters):
             raise JobFailedError(
@@ -318,7 +318,7 @@ def _change(
     number_of: Mapping[int, int],
     custody: Mapping[tuple[int, str], pb.Custody],
 ) -> Change:
-    """By numbers in the groups: who has what now, and who is to have what. The same on all of these ranks."""
+    """By numbers in the groups: which rank has what now, and which is to have what. The same on all of these ranks."""
     old: dict[str, Placement] = {}
     known: dict[tuple[int, tuple[Ranks, ...]], Placement] = {}
     kept: list[Placement] = []  # so that no id comes twice
@@ -400,7 +400,7 @@ def _refuse_unlike(of_all: _ShardLayouts) -> None:
 
 
 def _tell(group: dist.ProcessGroup, encoded: bytes, teller: int, empty: Sequence[int], me: int) -> bytes:
-    """Who has nothing yet gets the description."""
+    """A rank that has nothing yet gets the description."""
     if me == teller:
         content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         length = torch.tensor([content.numel()], dtype=torch.int64)

@@ -376,9 +376,9 @@ def copies_of(
     references: References = NO_REFERENCES,
 ) -> dict[str, Any]:
     """Copies of the objects that :func:`is_kept` accepts. ``paths``: of objects that are taken down one by one, by
-    identity: who finds such a path when this is put back takes what is there (:meth:`Putting.found`). ``around``:
-    tensors and arrays that are taken down, too, if they share elements with those in ``values``. ``references``: as
-    :func:`is_kept` had them."""
+    identity: a process that finds such a path when this is put back takes what is there (:meth:`Putting.found`).
+    ``around``: tensors and arrays that are taken down, too, if they share elements with those in ``values``.
+    ``references``: as :func:`is_kept` had them."""
     if _NUMBERS.issuperset(map(type, values.values())):
         return dict(values)
     seen: dict[int, Any] = {}

@@ -163,7 +163,7 @@ class WrittenFiles:
 
 
 def _behind_loops(frame: FrameType) -> FrameType:
-    """Who has called ``open()``, where the files of a script's loops are looked after, too
+    """What has called ``open()``, where the files of a script's loops are looked after, too
     (:mod:`flashrecovery.worker.own_loops.files`)."""
     while frame.f_back is not None and frame.f_globals.get("__name__") == "flashrecovery.worker.own_loops.files":
         frame = frame.f_back

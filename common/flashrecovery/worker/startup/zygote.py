@@ -208,8 +208,8 @@ def why_unfit(
 
 
 def _threads() -> dict[str, str]:
-    """This process's threads but the main one, by number: their names. Who has not been given a name has the process's
-    own."""
+    """This process's threads but the main one, by number: their names. One that has not been given a name has the
+    process's own."""
     own = str(os.getpid())
     names = {task.name: (task / "comm").read_text().strip() for task in _TASKS.iterdir() if task.name != own}
     return {task: name if name != _NAME else "one without a name" for task, name in names.items()}

@@ -37,7 +37,8 @@ class CollectiveWatch:
 
     @property
     def failed(self) -> bool:
-        """A collective of this step has failed, or may have been aborted on the device: only who waits learns that."""
+        """A collective of this step has failed, or may have been aborted on the device: only a thread that waits learns
+        that."""
         return groups.failure_count() != self._failures or self.given_up
 
     @property

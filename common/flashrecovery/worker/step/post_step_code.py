@@ -125,7 +125,7 @@ def is_harmless() -> bool:
 
 
 def _asked() -> Below | None:
-    """Who is asked in this thread."""
+    """What is asked in this thread."""
     return _below if _on_training_thread() else None
 
 
@@ -351,7 +351,7 @@ def _guard_thread() -> None:
 
 
 def _asked_outside() -> Below | None:
-    """Who is asked in this thread below the block, and in a discarded attempt. Elsewhere only a save's thread is
+    """What is asked in this thread below the block, and in a discarded attempt. Elsewhere only a save's thread is
     guarded."""
     below = _asked()
     if below is not None and (below.outside or below.void):
@@ -480,7 +480,7 @@ def _is_source(src: Any, group: Any, options: dict[str, Any]) -> bool:
 
 
 def install_hooks() -> None:
-    """Before the script imports anything: who takes a function by its name gets ours."""
+    """Before the script imports anything: code that takes a function by its name gets ours."""
     install(
         {
             "torch.serialization": _torch,

@@ -248,7 +248,7 @@ class Transaction(StepHooks):
         only if a rank that is ahead has all of its shards, or can go back.
         """
         registry, copies = self._registry, self._copies
-        # Who passes it knows that every rank's rank-local state has arrived.
+        # A rank that passes it knows that every rank's rank-local state has arrived.
         behind = (apart and not copies.keeps_undo) or copies.local_states_only
         return registry.world_size > 1 and (behind or not all(a.sync_spans_world() for a in registry.adapters))
 

@@ -181,7 +181,7 @@ class Reading:
 
 
 class Arrivals:
-    """Which tensors have arrived whole: those who read digests wait for them. ``sizes`` in bytes."""
+    """Which tensors have arrived whole: threads that read digests wait for them. ``sizes`` in bytes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.count = len(sizes)

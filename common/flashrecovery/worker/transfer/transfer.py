@@ -441,7 +441,7 @@ class _Exchange:
             settle()
         if reading is not None:
             if not arrivals.wait(range(arrivals.count)):
-                return  # who reads has raised
+                return  # the reader has raised
             group.send([torch.ones(1, dtype=torch.uint8)], peer, _ANSWER_TAG).wait()
         last.wait()
 
@@ -526,7 +526,7 @@ class _Agreement:
 
 
 def _fail_lane(error: BaseException, planned: Future[Lane | None]) -> None:
-    """Who waits for what comes by this lane gets ``error``; it would wait for ever."""
+    """A thread that waits for what comes by this lane gets ``error``; it would wait for ever."""
     lane = planned.result() if planned.exception() is None else None
     if lane is not None:
         lane.arrived.set_exception(error)

@@ -36,7 +36,7 @@ def reform3(engine: Any, place: ShardPlace) -> None:
     zero.gradient_accumulation_steps = engine.gradient_accumulation_steps()
     with as_member_at(place, stage3, partition_parameters):
         for parameter in engine.module.parameters():
-            _slice_anew(parameter, place)
+            _slice_again(parameter, place)
         for name in _LISTS:
             getattr(zero, name).clear()
         zero._create_fp16_partitions_with_defragmentation(zero.trainable_param_groups)
@@ -54,7 +54,7 @@ _LISTS = (
 """What the methods that are called add to."""
 
 
-def _slice_anew(parameter: Any, place: ShardPlace) -> None:
+def _slice_again(parameter: Any, place: ShardPlace) -> None:
     """Have DeepSpeed cut a whole parameter, of any content, for this ``place``."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 

@@ -78,7 +78,7 @@ def test_after_four_deaths(shape: str, tmp_path: Path, under_torchrun: Callable[
 
 
 def test_persistent_workers_of_an_evaluation(tmp_path: Path) -> None:
-    """They begin anew in each: compared with the same launch without a fault, as they draw less under torchrun."""
+    """They begin again in each: compared with the same launch without a fault, as they draw less under torchrun."""
     reference = run(tmp_path / "reference", "persistent", [])
     texts = {
         rank: "\n".join([*printed(reference, rank), f"digest rank={rank} {reference.digests[rank]}"]) for rank in (0, 1)

@@ -115,7 +115,7 @@ def test_each_phase(shape: str, at: str, rank: int, reference: Callable[[str], J
 
 @pytest.mark.grid
 def test_persistent_workers_of_a_validation(reference: Callable[[str], Job], tmp_path: Path) -> None:
-    """They begin anew in each, so a replacement's draw their seeds where the dead process's did. Killed in the epochs
+    """They begin again in each, so a replacement's draw their seeds where the dead process's did. Killed in the epochs
     after the first validation, and in one."""
     kills = (1, "backward", 10), (0, "optimizer", 12), (1, "below", 15), (0, "forward", 18)
     inject = [f"rank={rank},fault=sigkill,at={at},step={step}" for rank, at, step in kills]

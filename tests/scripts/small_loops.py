@@ -868,7 +868,7 @@ for epoch in range(EPOCHS):
         loss.backward()
         optimizer.step()
     say(epoch, loss.item())
-=== loader_anew
+=== loader_again
 for epoch in range(EPOCHS):
     loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset, seed=epoch))
     for a, b in loader:

@@ -289,7 +289,7 @@ def test_ranks_that_were_given_away_before_the_controller_died_wait_for_the_next
     assert violation is not None and violation.law == "given away"
 
 
-def test_a_lost_job_does_not_begin_anew_because_those_who_are_left_came_last() -> None:
+def test_a_lost_job_does_not_begin_again_because_those_who_are_left_came_last() -> None:
     """An elastic job has two ranks on one node; the other node's have come, and have got no state yet, when it loses
     power, and the controller with it. What was lost is said."""
     with quiet(), simulated():
@@ -325,7 +325,7 @@ def test_no_history_breaks_a_law_where_disks_are_slow(elastic: bool) -> None:
 @pytest.mark.grid
 @pytest.mark.parametrize("elastic", [False, True])
 def test_no_history_breaks_a_law_where_processes_come_late(elastic: bool) -> None:
-    """Their ranks are filled anew meanwhile, or leave, or their node is fenced."""
+    """Their ranks are filled again meanwhile, or leave, or their node is fenced."""
     start, unwanted = ProcessManager._start, 0
 
     async def counted(self: ProcessManager, order: ProcessOrder, wanted: Callable[[], bool]) -> WorkerProcess | None:
@@ -340,7 +340,7 @@ def test_no_history_breaks_a_law_where_processes_come_late(elastic: bool) -> Non
     assert unwanted, "all have come in time"
 
 
-def test_nodes_that_are_all_started_anew_begin_another_job() -> None:
+def test_nodes_that_are_all_started_again_begin_another_job() -> None:
     with quiet(), simulated():
         assert run(draw_elastic(1001, several=True)).violation is None
 
@@ -376,7 +376,7 @@ def test_what_was_lent_without_a_controller_ends_in_time_for_the_next_one() -> N
     assert violation is not None and violation.law == "given away"
 
 
-def test_a_job_whose_node_has_left_for_good_and_whose_other_one_is_started_anew_ends() -> None:
+def test_a_job_whose_node_has_left_for_good_and_whose_other_one_is_started_again_ends() -> None:
     with quiet(), simulated():
         outcome = run(draw_elastic(5069))
     assert outcome.violation is None and outcome.state == "failed"

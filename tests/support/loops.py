@@ -85,7 +85,7 @@ def check_loop(job: Job, reference: Job, kills: Sequence[Kill]) -> None:
 
 
 def _check_in_place(job: Job, kills: Sequence[Kill]) -> None:
-    """Each kill was recovered from at its step, or next to it as :data:`RESUMES` says; nothing was begun anew or read
+    """Each kill was recovered from at its step, or next to it as :data:`RESUMES` says; nothing was begun again or read
     from a disk. Kills in quick succession may share a recovery."""
     left, together = list(kills), []
     for event in job.events:

@@ -257,7 +257,7 @@ class NodesJob:
 
 
 def hosts_of_a_test(number: int) -> Any:
-    """A fixture: that many hosts, anew for each test."""
+    """A fixture: that many hosts, new ones for each test."""
 
     @pytest.fixture
     def net() -> Iterator[Network]:

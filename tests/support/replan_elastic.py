@@ -18,11 +18,11 @@ from tests.support.replan import STEPS, Course, LaidOut, Saved, Sizes, check_sam
 
 @dataclass(frozen=True)
 class Stage:
-    """From ``step`` on the job has these sizes. ``anew``: its processes are others."""
+    """From ``step`` on the job has these sizes. ``restarted``: its processes are others."""
 
     step: int
     sizes: Sizes
-    anew: bool = False
+    restarted: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,12 @@ def stages(job: Job, training: LaidOut) -> list[Stage]:
     for event in job.events:
         if event["event"] == "job_resized":
             now = now.of(event["replicas"])
-            found[event["step"]] = Stage(event["step"], now, anew=found.get(event["step"], Stage(0, now)).anew)
+            found[event["step"]] = Stage(
+                event["step"], now, restarted=found.get(event["step"], Stage(0, now)).restarted
+            )
         elif event["event"] == "job_replanned":
             now = Sizes.parse(event["layout"])
-            found[event["step"]] = Stage(event["step"], now, anew=True)
+            found[event["step"]] = Stage(event["step"], now, restarted=True)
     return [found[step] for step in sorted(found)]
 
 

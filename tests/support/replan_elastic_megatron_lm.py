@@ -28,7 +28,7 @@ def check_two_losses(job: Job, training: Training, saved: Saved, first: int = FI
     check_fired(job, 2)
     found = stages(job, training)
     expected = [(training.sizes.of(1), False), (ONE, True)]
-    assert [(stage.sizes, stage.anew) for stage in found] == expected, job.explain()
+    assert [(stage.sizes, stage.restarted) for stage in found] == expected, job.explain()
     assert training.iteration(found[0].step) in (first, first + 1), job.explain()
     assert training.iteration(found[1].step) in (second, second + 1), job.explain()
     assert not job.of("fallback_started"), job.explain()
@@ -60,14 +60,14 @@ def _second_death(training: Training, folder: Path, state: str) -> tuple[Job, li
 def dies_before_the_smaller_job_goes_on(training: Training, folder: Path, saved: Saved) -> None:
     """The copies of the last replica are there before it does."""
     job, found = _second_death(training, folder, "resuming")
-    assert found[-1].anew and found[-1].sizes.ranks == 1, job.explain()
+    assert found[-1].restarted and found[-1].sizes.ranks == 1, job.explain()
     check_loop(job, training, saved, found)
 
 
 def dies_as_a_replica_is_about_to_leave(training: Training, folder: Path, saved: Saved) -> None:
-    """Of the replica that was to stay: what is left of both lays the job out anew."""
+    """Of the replica that was to stay: what is left of both lays the job out again."""
     job, found = _second_death(training, folder, "quiescing")
-    assert found and found[-1].anew and found[-1].sizes.ranks <= 2, job.explain()
+    assert found and found[-1].restarted and found[-1].sizes.ranks <= 2, job.explain()
     check_loop(job, training, saved, found)
 
 
@@ -85,5 +85,5 @@ def below_the_least(training: Training, folder: Path, saved: Saved) -> None:
     job = training.start(folder / "run", config=never(training, least=2), inject=faults).wait(TIMEOUT_S)
     check_fired(job)
     (found,) = stages(job, training)
-    assert found.anew and found.sizes.ranks in (2, 3), job.explain()
+    assert found.restarted and found.sizes.ranks in (2, 3), job.explain()
     check_loop(job, training, saved, [found])

@@ -94,7 +94,7 @@ def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[
     """The job has changed its layout so, from which calls on; see :func:`check_loop`."""
     assert replanned(job) == list(changes), job.explain()
     # Of several before one call only the last one has taken it.
-    check_loop(job, training, saved, [Stage(call, sizes, anew=True) for call, sizes in dict(changes).items()])
+    check_loop(job, training, saved, [Stage(call, sizes, restarted=True) for call, sizes in dict(changes).items()])
 
 
 def started(training: Training, folder: Path) -> RunningJob:

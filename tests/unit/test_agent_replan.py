@@ -73,7 +73,7 @@ def test_where_all_start_again_nobody_has_left(changes: dict[str, object], tmp_p
     assert asyncio.run(known()) == [[1], []]
 
 
-def test_each_start_reads_anew_what_is_on_other_nodes(tmp_path: Path) -> None:
+def test_each_start_reads_again_what_is_on_other_nodes(tmp_path: Path) -> None:
     async def read() -> list[bool]:
         async with agent_of(tmp_path) as agent:
             assert agent._staging._transfer is not None

@@ -316,7 +316,7 @@ def test_jumps_that_cannot_be_written_are_refused(text: str, lines: tuple[int, .
     assert re.match(why, refused(text, *lines))
 
 
-# -- variables of the file, and objects that are made anew ------------------------------------------
+# -- variables of the file, and objects that are made again ------------------------------------------
 
 COUNTED = """
     n = 0
@@ -365,7 +365,7 @@ def test_a_variable_of_another_function_is_refused() -> None:
         by_hand(f"n = 0\nfor x in bare:\n{STEP}    n += 1\nprint(n)\n", 2, 0, seen)
 
 
-def test_an_object_that_others_lead_to_is_not_made_anew_by_hand() -> None:
+def test_an_object_that_others_lead_to_is_not_made_again_by_hand() -> None:
     text = f"for e in range(2):\n    meter = self.meter\n    for x in bare:\n{ROUND}        meter.add(x)\n"
     seen = replace(
         running(),

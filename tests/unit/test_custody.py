@@ -41,7 +41,7 @@ def without(everybody: dict[int, RankRecord], *ranks: int) -> dict[int, dict[str
 def test_who_has_a_part_follows_each_change() -> None:
     members = Membership(sharded_among=(0, 1, 2))
     assert members.has_part(2) and not members.has_part(3)
-    members.sharded_anew((0, 3))
+    members.resharded((0, 3))
     assert members.has_part(3) and not members.has_part(2)
     members.sharded_among = (2,)
     assert members.has_part(2) and not members.has_part(0)

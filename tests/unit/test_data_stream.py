@@ -629,7 +629,7 @@ class BeginsAnew:
 LOADERS["starts again"] = BeginsAnew
 
 
-def test_an_iterator_that_begins_anew_is_no_one_shot() -> None:
+def test_an_iterator_that_begins_again_is_no_one_shot() -> None:
     test_a_replacement_gets_the_same_batches("starts again")
     test_a_survivor_gets_the_same_batches_again("starts again")
     test_a_batch_that_was_written_into_is_read_again("starts again")
@@ -638,7 +638,7 @@ def test_an_iterator_that_begins_anew_is_no_one_shot() -> None:
     assert not DataStream(BeginsAnew())._source.one_shot
 
 
-def test_an_iterator_that_seems_to_begin_anew_ends() -> None:
+def test_an_iterator_that_seems_to_begin_again_ends() -> None:
     class Counting(BeginsAnew):
         def __iter__(self) -> Iterator[Any]:
             self.count = getattr(self, "count", 0) + 1

@@ -63,7 +63,7 @@ def test_a_replacement_has_the_powers_of_its_peers(steps: int) -> None:
     assert other.corrections() == op.corrections()
 
 
-def test_computing_them_anew_would_not_do() -> None:
+def test_computing_them_again_would_not_do() -> None:
     op, _, optimizer = made()
     train(optimizer, *range(1, 31))
     other, _, fresh = made()
@@ -95,7 +95,7 @@ def test_back_to_the_start() -> None:
 
 
 def test_jumps_and_other_betas_are_noted() -> None:
-    """Steps of a checkpoint; parameter groups with their own betas, which the op computes anew in every call."""
+    """Steps of a checkpoint; parameter groups with their own betas, which the op computes again in every call."""
     op, powers, optimizer = made()
     train(optimizer, 100, 101, 102)
     assert powers.now == Powers(100, 102, powers.now.betas)
@@ -106,7 +106,7 @@ def test_jumps_and_other_betas_are_noted() -> None:
     assert other.powers == op.powers
 
 
-def test_an_op_that_somebody_has_used_begins_anew() -> None:
+def test_an_op_that_somebody_has_used_begins_again() -> None:
     op = Op()
     train(SimpleNamespace(multi_tensor_adam=op), 5, 6)
     assert BetaPowers(SimpleNamespace(multi_tensor_adam=op, adam_w_mode=0)).now == NEW

@@ -132,7 +132,7 @@ class Torn(World):
 
 @pytest.mark.parametrize("victims", [(0,), (3,), (1, 2)])
 @pytest.mark.parametrize("taken", [0, 1, 2])
-def test_a_part_that_is_lost_in_the_first_step_begins_anew(taken: int, victims: tuple[int, ...]) -> None:
+def test_a_part_that_is_lost_in_the_first_step_begins_again(taken: int, victims: tuple[int, ...]) -> None:
     """A rank has died before anybody had copies of its part: no step that counts is lost, so all are started again,
     and who has left is one of them. After that a step would be."""
     world = Torn(4, steps=6, elastic={"min": 1, "max": 4, "replace": "never"})

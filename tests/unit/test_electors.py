@@ -108,7 +108,7 @@ def test_two_nodes_are_left() -> None:
     assert heard(quorum, "a")
 
 
-def test_a_controller_whose_other_electors_were_all_started_anew_decides() -> None:
+def test_a_controller_whose_other_electors_were_all_started_again_decides() -> None:
     """No rank is left who could have been elected, or could be."""
     quorum = settled("a", "b", "c")
     ended = {"b", "c"}

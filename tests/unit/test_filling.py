@@ -1,5 +1,5 @@
-"""A process takes its time to come, and meanwhile no one wants it any more: its rank is filled anew or leaves, its node
-is fenced, or the job is over."""
+"""A process takes its time to come, and meanwhile no one wants it any more: its rank is filled again or leaves, its
+node is fenced, or the job is over."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_gone(it: Any) -> None:
     assert it.dead
 
 
-def test_a_rank_that_is_filled_anew_gets_one_process_and_what_the_dead_one_has_left(tmp_path: Path) -> None:
+def test_a_rank_that_is_filled_again_gets_one_process_and_what_the_dead_one_has_left(tmp_path: Path) -> None:
     """Whichever of the two comes first."""
 
     async def body(node: Node) -> None:
@@ -262,7 +262,7 @@ def test_a_process_that_is_kept_on_a_gpu_is_not_waited_for_for_ever(tmp_path: Pa
     on_a_node(tmp_path, body)
 
 
-def test_a_rank_that_begins_anew_has_no_use_for_the_dead_ones_page(tmp_path: Path) -> None:
+def test_a_rank_that_begins_again_has_no_use_for_the_dead_ones_page(tmp_path: Path) -> None:
     async def body(node: Node) -> None:
         order = pb.Command(rank=0, generation=1, replace=pb.Replace(detached=False))
         filling = asyncio.create_task(node.manager.fill(order, hear_out=False))

@@ -210,7 +210,7 @@ def test_counters_count_from_the_last_look_and_states_from_the_start(monkeypatch
     gpu.uncorrected = 6
     assert (0, FATAL, "ecc_uncorrected") in codes(plugin.health())
     assert (0, FATAL, "ecc_uncorrected") not in codes(plugin.health())
-    gpu.uncorrected = 0  # the driver was loaded anew
+    gpu.uncorrected = 0  # the driver was loaded again
     assert (0, FATAL, "ecc_uncorrected") not in codes(plugin.health())
 
 

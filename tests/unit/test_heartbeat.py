@@ -332,7 +332,7 @@ def test_a_stream_does_not_count_as_still_while_the_controller_is_busy(monkeypat
 
 
 def test_an_agent_learns_that_the_controller_has_no_stream_of_it_any_more() -> None:
-    """Its relay's stream is lost, and the relay does not say so: it is alive for the controller, and connects anew."""
+    """Its relay's stream is lost, and the relay does not say so: it is alive for the controller, and connects again."""
 
     async def scene(both: Both) -> None:
         await both.beat(3)

@@ -370,8 +370,8 @@ def test_how_far_an_earlier_launch_had_come() -> None:
     assert step_of([started, {"event": "job_failed", "step": 0}]) == 0
     assert step_of([started]) == 1, "killed; some step, as far as is known"
     assert step_of([started, {"event": "recovery_finished", "resume_step": 9}]) == 9
-    begun_anew = [started, {"event": "job_failed", "step": 44}, started, {"event": "job_failed", "step": 3}]
-    assert step_of(begun_anew) == 3
+    begun_again = [started, {"event": "job_failed", "step": 44}, started, {"event": "job_failed", "step": 3}]
+    assert step_of(begun_again) == 3
     refused = [started, {"event": "job_failed", "step": 44}, {"event": "job_failed", "step": -1}]
     assert step_of(refused) == 44
 

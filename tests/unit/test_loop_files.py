@@ -228,7 +228,7 @@ def test_on_the_way_of_a_survivor_nothing_is_written(job: Job, tmp_path: Path) -
     assert (tmp_path / "log").read_text() == "step 0\nstep 1\n"
 
 
-def test_a_small_file_that_is_read_and_written_anew_has_its_old_content(job: Job, tmp_path: Path) -> None:
+def test_a_small_file_that_is_read_and_written_again_has_its_old_content(job: Job, tmp_path: Path) -> None:
     history = tmp_path / "history"
     history.write_text("0")
     files = started(job)

@@ -527,7 +527,7 @@ CONTRADICTIONS: dict[str, Callable[[JobState], object]] = {
     "of a later generation": lambda job: setattr(job.ranks[0], "filled", 99),
     "on no node": lambda job: setattr(job.ranks[0], "home", ""),
     "have left": lambda job: job.membership.removed.update({0: {}}),
-    "state is sharded among": lambda job: job.membership.sharded_anew((0, 1, 2)),
+    "state is sharded among": lambda job: job.membership.resharded((0, 1, 2)),
     "have come to their loop": lambda job: job.membership.joining.update(
         {2: JoiningProcess(RankRecord(2, place=Place.RUNNING), 1, 0.0)}
     ),
@@ -583,7 +583,7 @@ def test_no_recovery_is_decided_on_a_contradiction(said: str) -> None:
     job = world.machine.job
     CONTRADICTIONS[said](job)
     if said == "state is sharded among":
-        job.membership.sharded_anew((0, 1, 2, 3))
+        job.membership.resharded((0, 1, 2, 3))
     failure = pb.Failure(rank=1, pid=job.ranks[1].process.pid, kind="killed", evidence="test")
     with pytest.raises(ProtocolError, match=said):  # only in tests
         world.machine.on_failure(failure, world.now)
@@ -622,7 +622,7 @@ def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:
     assert world.run() is State.FINISHED
 
 
-def test_a_collective_that_does_not_end_is_begun_anew_with_the_same_ranks() -> None:
+def test_a_collective_that_does_not_end_is_begun_again_with_the_same_ranks() -> None:
     """All have come to it, so no rank is replaced; the third time at the same step the job gives up."""
     world = World(4, steps=4)
     world.launch()

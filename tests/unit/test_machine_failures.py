@@ -304,7 +304,7 @@ def test_a_standstill_without_a_recovery_runs_the_step_again(
     assert recovered(world).victims == [] and world.run() is State.FINISHED
 
 
-def test_a_collective_that_does_not_end_in_the_redone_step_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_that_does_not_end_in_the_redone_step_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world = running(3)
     redoing(world)
     stand_still(world, monkeypatch, VerdictKind.STUCK)
@@ -454,7 +454,7 @@ def test_a_refusal_while_others_are_replaced_is_not_tried_again_either(before: s
 
 
 def test_a_replacement_that_is_refused_before_it_has_come_in_is_tried_again() -> None:
-    """Nothing of it has counted yet, and what it refuses is looked at anew in the next one."""
+    """Nothing of it has counted yet, and what it refuses is looked at again in the next one."""
     world = running(3)
     world.kill(0, "killed", signal.SIGKILL)
     until(world, "replace")

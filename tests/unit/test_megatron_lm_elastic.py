@@ -121,7 +121,7 @@ def test_a_step_that_was_cut_short_begins_again_in_another_size() -> None:
     assert replica.step() == [24, 25, 30, 31, 36, 37, 42, 43]
 
 
-def test_it_does_not_begin_anew_where_it_need_not() -> None:
+def test_it_does_not_begin_again_where_it_need_not() -> None:
     """Workers go on to read ahead."""
     replica = Replica(0, 2)
     begun: list[int] = []

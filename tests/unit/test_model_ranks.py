@@ -93,7 +93,7 @@ def test_peers_and_their_shape() -> None:
     assert not shape.unlike(ReplicaShape(2, 2, 2)) and not shape.unlike(ReplicaShape(1, 4, 1))
 
 
-# -- one rank's part in sharding anew -------------------------------------------------------------------
+# -- one rank's part in sharding again -------------------------------------------------------------------
 
 
 def of_four(rank: int, mate: int) -> tuple[Reshaping, Registry, OneAdapter, Kept]:

@@ -399,7 +399,7 @@ def replacement_that_starts() -> World:
     return world
 
 
-def test_a_replacement_whose_store_is_lost_is_started_anew() -> None:
+def test_a_replacement_whose_store_is_lost_is_started_again() -> None:
     world = replacement_that_starts()
     world.machine.on_node_lost("a", "silent", 1.0, world.now)
     world.collect()
@@ -573,7 +573,7 @@ def test_a_new_controller_replaces_who_died_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("store", ["a", "lost"])
-def test_a_new_controller_starts_replacements_anew_whose_store_is_lost(store: str) -> None:
+def test_a_new_controller_starts_replacements_again_whose_store_is_lost(store: str) -> None:
     world = running()
     new = World(2, nnodes=2, controller="h:1", timeouts={"takeover_s": 5})
     new.version, new.pids = world.version, world.pids

@@ -148,7 +148,7 @@ def take(data: LoopData, count: int) -> list[Any]:
     return [data.fetch() for _ in range(count)]
 
 
-def test_a_run_that_begins_after_an_end_begins_anew_for_a_survivor() -> None:
+def test_a_run_that_begins_after_an_end_begins_again_for_a_survivor() -> None:
     """The end of the run before is known still; the iterator of this one has been read from."""
     data = LoopData(one := [1, 2])
     data.enter(one)

@@ -232,7 +232,7 @@ def test_a_lost_holder_is_filled_from_the_others() -> None:
         for member in group.members.values():
             member.drop_after(2)
         group.members[1] = ParityMember(group.layout, 1, route=route)
-        group.encode(3, group.changed(2, group.places()[::2]))  # all anew
+        group.encode(3, group.changed(2, group.places()[::2]))  # all again
         group.check(3)
         group.encode(4, group.changed(3, group.places()[::2]), 3)
         group.check(4)

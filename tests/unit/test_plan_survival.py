@@ -130,7 +130,7 @@ def broken(lost: set[int], guards: Sequence[Guard]) -> bool:
 
 def simulate(guards: Sequence[Guard], failures: Failures, days: float, window: float | None, trials: int) -> float:
     """Part of the trials in which no state is lost by ``days``; ``window`` None: nothing is repaired. Failures come as
-    a Poisson process in ``days**shape``; one that finds its node down, being repaired, begins its repair anew."""
+    a Poisson process in ``days**shape``; one that finds its node down, being repaired, begins its repair again."""
     random = np.random.default_rng(7)
     whole = days**failures.shape
     causes = [({node}, rate) for node, rate in enumerate(failures.node_rates)]

@@ -328,7 +328,7 @@ def test_an_agent_whose_relay_takes_it_for_gone_comes_straight_at_once(tmp_path:
     play(tmp_path, act, timeouts={"node_silence_s": 30.0})
 
 
-def test_the_end_of_the_job_waits_for_who_is_just_connecting_anew(tmp_path: Path) -> None:
+def test_the_end_of_the_job_waits_for_who_is_just_connecting_again(tmp_path: Path) -> None:
     """It would wait for another controller for ten minutes."""
 
     async def act(scene: Scene) -> None:

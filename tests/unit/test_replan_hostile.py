@@ -31,7 +31,7 @@ def changed(world: World, *lost: int) -> None:
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (3,), (0, 2)], ids=str)
 def test_no_process_of_the_old_layout_is_left(lost: tuple[int, ...]) -> None:
-    """Ranks have other numbers then: an agent ends what fills a rank only if that rank is filled anew, or leaves."""
+    """Ranks have other numbers then: an agent ends what fills a rank only if that rank is filled again, or leaves."""
     world = World()
     changed(world, *lost)
     assert world.replanned()

@@ -14,7 +14,7 @@ VERSION, LOST = 6, 3
 
 
 def record(rank: int) -> RankRecord:
-    """Ranks 0 to 2 hold everything of VERSION; rank LOST has been filled anew and has its rank-local state's page
+    """Ranks 0 to 2 hold everything of VERSION; rank LOST has been filled again and has its rank-local state's page
     only."""
     one = RankRecord(rank)
     one.inventory.needs = {"a": 16, "b": 16, f"capsule@{rank}": 1}

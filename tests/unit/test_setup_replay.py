@@ -107,7 +107,7 @@ def step():
     assert first[0] != second[0] and first[1] != second[1]
 
 
-def test_a_process_that_goes_another_way_draws_anew(tmp_path: Path) -> None:
+def test_a_process_that_goes_another_way_draws_again(tmp_path: Path) -> None:
     text = """
 import os, uuid
 def name():

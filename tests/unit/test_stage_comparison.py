@@ -23,7 +23,7 @@ EVENTS = [
     {"event": "job_resized", "step": 3, "replicas": 1},  # the log of iteration 1 is made again
     {"event": "job_replanned", "step": 8, "layout": str(ONE)},
 ]
-STAGES = [Stage(3, HALF), Stage(8, ONE, anew=True)]
+STAGES = [Stage(3, HALF), Stage(8, ONE, restarted=True)]
 PARTS = [(0, 2, WIDE), (2, 4, HALF), (4, ITERATIONS, ONE)]
 
 
@@ -102,7 +102,7 @@ def test_each_stage_is_compared_with_a_job_that_was_started_so(tmp_path: Path) -
         lambda line: "" if line.startswith("state=3") else line,
         lambda line: f"{line}\nstate=5 layout={ONE} {digest(1)}" if line.startswith("state=5") else line,
     ],
-    ids=["loss", "begin", "begin-anew", "last-state", "samples", "rank", "state", "ranks-differ"],
+    ids=["loss", "begin", "begin-again", "last-state", "samples", "rank", "state", "ranks-differ"],
 )
 def test_what_differs_is_found(change: Callable[[str], str], tmp_path: Path) -> None:
     changed = [change(line) for line in all_lines()]
@@ -121,7 +121,7 @@ def test_sizes_in_which_nothing_was_computed(tmp_path: Path) -> None:
     it: the latter begins with what the launch's sizes had."""
     events = [EVENTS[0], {**EVENTS[1], "step": 4}]
     printed = [*lines(0, 2, WIDE), *lines(2, ITERATIONS, ONE)]
-    expected = [Stage(3, HALF), Stage(4, ONE, anew=True)]
+    expected = [Stage(3, HALF), Stage(4, ONE, restarted=True)]
     found = check_stages(made(tmp_path / "job", printed, events), TRAINING, Saved(tmp_path), expected)
     assert [(part.first, part.until, part.sizes) for part in found] == [(0, 2, WIDE), (2, ITERATIONS, ONE)]
 

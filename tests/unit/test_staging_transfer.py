@@ -107,7 +107,7 @@ def test_strangers_get_nothing_and_nobody_is_an_error(tmp_path: Path) -> None:
     with_peer(use, tmp_path)
 
 
-def test_what_has_been_dropped_is_read_anew(tmp_path: Path) -> None:
+def test_what_has_been_dropped_is_read_again(tmp_path: Path) -> None:
     async def use(peer: str, root: Path) -> None:
         transfer = StagingTransfer(tmp_path / "here", ACCESS)
         assert await transfer.bring(wanted(peer, (0, 8))) == ""
@@ -119,7 +119,7 @@ def test_what_has_been_dropped_is_read_anew(tmp_path: Path) -> None:
     with_peer(use, tmp_path)
 
 
-def test_what_has_come_damaged_is_read_anew_in_the_next_try(tmp_path: Path) -> None:
+def test_what_has_come_damaged_is_read_again_in_the_next_try(tmp_path: Path) -> None:
     async def use(peer: str, root: Path) -> None:
         transfer = StagingTransfer(tmp_path / "here", ACCESS)
         assert await transfer.bring(wanted(peer, (64, 8))) == ""

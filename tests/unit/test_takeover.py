@@ -46,7 +46,7 @@ def test_all_are_found_and_train() -> None:
 
 
 def test_a_failure_before_the_take_over_is_a_victim_of_its_recovery() -> None:
-    """And no reason to begin everything anew: the others hold everything."""
+    """And no reason to begin everything again: the others hold everything."""
     machine = controller()
     machine.on_register(found("a", 0, 1), 0.0)
     machine.on_failure(failure(1), 0.1)
@@ -457,7 +457,7 @@ def test_an_elected_controller_waits_until_no_other_agent_comes() -> None:
     )
 
 
-def test_one_that_was_started_anew_waits_longer() -> None:
+def test_one_that_was_started_again_waits_longer() -> None:
     """It may be the agents, not the nodes, that are late."""
     machine = controller()
     machine.on_register(found("a", 0, 1), 0.0)

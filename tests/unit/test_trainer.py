@@ -90,7 +90,7 @@ def test_a_replacement_begins_where_its_rank_began(tmp_path: Path) -> None:
     assert not Path(passed).exists()
 
 
-def test_a_replacement_begins_anew_where_its_rank_did(tmp_path: Path) -> None:
+def test_a_replacement_begins_again_where_its_rank_did(tmp_path: Path) -> None:
     """The script asks for the newest checkpoint, and there was none when the job began."""
     pytest.importorskip("transformers")
     first = Process()

@@ -99,7 +99,7 @@ class Step:
         return self
 
 
-def test_each_step_seals_anew_and_waits_for_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_seals_again_and_waits_for_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch)
     for _ in range(2):
         step.forward().transaction.mutating()

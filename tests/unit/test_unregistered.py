@@ -189,7 +189,7 @@ def test_attributes_of_what_is_registered_are_not_named() -> None:
 
 
 def test_kept_attributes_are_not_named() -> None:
-    """Those of an object, what is made anew among them, and variables of this file."""
+    """Those of an object, what is made again among them, and variables of this file."""
     kept = SimpleNamespace(counter=None, n=0)
     it = Registered(KeptAttributes(kept, "counter", "n"), KeptAttributes(sys.modules[__name__], "counted"))
     for _step in itertools.repeat(0, STEPS):
@@ -368,7 +368,7 @@ def test_code_without_a_text_is_left_alone() -> None:
     assert "numbers (Random)" in text, text
 
 
-def test_what_each_round_makes_anew_is_not_carried() -> None:
+def test_what_each_round_makes_again_is_not_carried() -> None:
     it = Registered()
     reseeded, scratch, made, meter = torch.Generator(), torch.zeros(2), None, None
     loss, metrics = torch.zeros(1), {}
@@ -408,13 +408,13 @@ def test_variables_of_a_function_that_is_called_in_each_step() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Of a script that makes its state anew."""
+    """Of a script that makes its state again."""
 
     count: int = 0
     name: str = "run"
 
 
-def test_an_object_of_plain_values_that_is_made_anew() -> None:
+def test_an_object_of_plain_values_that_is_made_again() -> None:
     it = Registered()
     state = State()
     for _step in itertools.repeat(0, STEPS):

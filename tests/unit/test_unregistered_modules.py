@@ -154,7 +154,7 @@ def train_here(unregistered, change, steps):
         unregistered.before_step(sys._getframe(), 0)
         helpers.count = helpers.count + 1
 
-def train_anew(unregistered, change, steps):
+def train_again(unregistered, change, steps):
     for number in steps:
         unregistered.before_step(sys._getframe(), 0)
         other.newest = number
@@ -262,4 +262,4 @@ def test_where_steps_are_calls_only_modules_and_tensors_are_named(script: Any) -
 
 def test_what_the_loop_itself_changes_in_a_module(script: Any) -> None:
     assert "helpers.count;" in "".join(_told(script, NOT_NAMED["nothing"], loop="train_here"))
-    assert not _told(script, NOT_NAMED["nothing"], loop="train_anew")
+    assert not _told(script, NOT_NAMED["nothing"], loop="train_again")

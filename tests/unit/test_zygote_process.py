@@ -122,7 +122,7 @@ def test_no_room_for_another_process() -> None:
     on_a_loop(body)
 
 
-def test_patience_begins_anew_with_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_begins_again_with_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy host may take long for many: the zygote lives as long as it answers."""
     monkeypatch.setattr(module, "_ANSWER_S", 1000.0)
 

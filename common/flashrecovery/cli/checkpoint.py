@@ -67,10 +67,10 @@ def convert(path: Path, ranks: int, directory: Path) -> None:
 
     Elastic jobs read checkpoints of any size themselves: this is for storage close to the new ranks, and for tools.
     """
-    from flashrecovery.redundancy.checkpoint.convert import convert as write_anew
+    from flashrecovery.redundancy.checkpoint.convert import convert as write_converted
     from flashrecovery.redundancy.checkpoint.convert import found_in
 
-    click.echo(f"{write_anew(found_in(path), directory, ranks)}: for {ranks} ranks")
+    click.echo(f"{write_converted(found_in(path), directory, ranks)}: for {ranks} ranks")
 
 
 def _where(tensor: TensorFacts, ranks: int) -> str:

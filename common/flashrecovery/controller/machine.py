@@ -615,7 +615,7 @@ class Machine:
         if self.job.state in (State.FAILED, State.FINISHED):
             self.job.stop_awaiting_node()  # the job waits for no node any more
         if self.job.state is State.STARTING:
-            self._resizing.begins_anew()
+            self._resizing.begins_again()
         if self.job.round.retry_at is not None and now >= self.job.round.retry_at:
             self._steps.retry(now)
         self.takeover.take_over_if_late(now)

@@ -500,7 +500,7 @@ class Registry:
         """Now, before the first step, this rank's own state is what the script has made it."""
         self._start = self.capture_local_state(self.drawn(), 0)
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Bring this rank's own state back to the script's start."""
         self.restore_local_state(self._start, 0, fresh=True)
 

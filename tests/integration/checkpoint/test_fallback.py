@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path, 
 
 
 @pytest.mark.grid
-def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:
+def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_again(tmp_path: Path) -> None:
     for _, path in _launch_that_ends_after_two_checkpoints(tmp_path):
         _damage(path)
     options = ["--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "1000", "--resume"]

@@ -202,7 +202,7 @@ def test_a_rank_that_is_stopped_leaves_what_its_page_has(tmp_path: Path, undistu
 
 
 @pytest.mark.grid
-def test_what_is_asked_for_is_not_quietly_begun_anew(tmp_path: Path) -> None:
+def test_what_is_asked_for_is_not_quietly_begun_again(tmp_path: Path) -> None:
     first = start(tmp_path / "run", "mlp", 2, "--resume").wait(LONG_S)
     assert first.code == 0 and "run: starts at step 0" in first.output, first.explain()
     again = start(tmp_path / "run", "mlp", 2, "--resume").wait(LONG_S)

@@ -191,7 +191,7 @@ def test_what_is_damaged_on_disk_is_not_used(tmp_path: Path, reference: Callable
         check_same(job, reference(FSDP), launches=2)
     else:
         assert "there are snapshots of an earlier launch, but no version exists for every shard" in job.output
-        assert not [log for log in job.logs if log.lines and log.lines[-1][0] == 0], "it has begun anew"
+        assert not [log for log in job.logs if log.lines and log.lines[-1][0] == 0], "it has begun again"
         check_clean(job)
 
 

@@ -88,7 +88,7 @@ def test_one_beyond_dies_while_it_comes_in(
 ) -> None:
     """Its replica has left again before it has taken a step, as a whole."""
     if state == "reshaping" and DISTRIBUTED not in kind.flags:
-        pytest.skip("nothing is sharded anew")
+        pytest.skip("nothing is sharded again")
     BEYOND.one_dies_while_it_comes_in(kind, state, tmp_path, resized, undisturbed)
 
 
@@ -100,7 +100,7 @@ def test_one_that_dies_on_the_way_in_is_replaced(
 ) -> None:
     """One of the launch, or one beyond it: it is filled again, in the old size or in the new one."""
     if state == "reshaping" and DISTRIBUTED not in kind.flags:
-        pytest.skip("nothing is sharded anew")
+        pytest.skip("nothing is sharded again")
     BEYOND.one_dies_on_the_way_in_and_is_replaced(kind, of_all(kind, victim), state, tmp_path, resized)
 
 

@@ -71,7 +71,7 @@ def test_other_trainings(kind: Kind, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", kinds(*SHARDED))
 def test_converted_it_is_the_same(kind: Kind, tmp_path: Path) -> None:
-    """Written anew for three ranks without a job, and read by a job of three."""
+    """Written again for three ranks without a job, and read by a job of three."""
     version, path = dead_job(tmp_path, begin=kind.start)[-1]
     job = launched(tmp_path, "smaller", 3, begin=kind.start)
     done = CliRunner().invoke(

@@ -88,7 +88,7 @@ def test_a_command_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_who_is_on_the_way_is_ended(tmp_path: Path) -> None:
-    """Of a growth that another controller has begun nothing is left, and it can be commanded anew."""
+    """Of a growth that another controller has begun nothing is left, and it can be commanded again."""
     job = WithController(tmp_path / "job", SCRIPTS["ddp"], NEVER, "--step-time", "400")
     job.wait_for("job_started")
     job.wait_for_step(1)

@@ -1,7 +1,7 @@
 """Elastic jobs with megatron-core, expert or context parallelism, and the distributed optimizer.
 
 The dense parameters' state is sharded among all data-parallel ranks, several of each replica, and the experts' among
-those at the same place in every replica: anew in each size. As jobs that are resized by command at the same step, bit
+those at the same place in every replica: again in each size. As jobs that are resized by command at the same step, bit
 for bit, which go on as jobs that are started in that size from that step's state."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_one_of_two(training: Training, phase: str, victim: int, tmp_path: Path,
 @pytest.mark.parametrize("phase", ("backward", "optimizer", "commit"))
 @pytest.mark.parametrize("training", (EP, CP), ids=str)
 def test_one_of_three(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
-    """Two are left, among whose ranks the state is sharded anew."""
+    """Two are left, among whose ranks the state is sharded again."""
     check_killed(training, [victim], phase, tmp_path / "run", resized)
 
 

@@ -1,6 +1,6 @@
 """Elastic jobs with megatron-core whose replicas have several ranks, and whose optimizer's state is sharded among the
 replicas: tensor and pipeline parallelism with the distributed optimizer. Those that stand at the same place in their
-replicas divide what they have alike, anew in each size. As jobs that are resized by command at the same step, bit for
+replicas divide what they have alike, again in each size. As jobs that are resized by command at the same step, bit for
 bit, which go on as jobs that are started in that size from that step's state."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_one_of_two(training: str, phase: str, victim: int, tmp_path: Path, resi
 @pytest.mark.parametrize("phase", ("backward", "optimizer", "commit"))
 @pytest.mark.parametrize("training", MAIN)
 def test_one_of_three(training: str, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
-    """Two are left, among whom the state is sharded anew."""
+    """Two are left, among whom the state is sharded again."""
     faults = (f"rank={victim},fault=sigkill,at={phase},step={AT}",)
     job = launch(tmp_path / "run", training, replicas=3, faults=faults).wait(TIMEOUT_S)
     check_fired(job)

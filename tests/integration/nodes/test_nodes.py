@@ -183,7 +183,7 @@ def test_a_node_that_comes_back_with_another_address(net: Network, tmp_path: Pat
     check_same(ended, reference(LONG))
 
 
-def test_a_controller_that_is_killed_and_started_anew(net: Network, tmp_path: Path, reference: References) -> None:
+def test_a_controller_that_is_killed_and_started_again(net: Network, tmp_path: Path, reference: References) -> None:
     """Training goes on without it; the new one finds the job running, and recovers its next failure."""
     job = NodesJob(net, tmp_path / "run", LONG, alone=True)
     job.wait_for_step(KILL_AFTER)

@@ -156,7 +156,7 @@ def test_a_node_is_lost_with_all_ranks_of_the_others(net: Network, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_groups_are_formed_anew_where_two_members_have_come_to_be_on_one_node(
+def test_groups_are_formed_again_where_two_members_have_come_to_be_on_one_node(
     net: Network, tmp_path: Path, reference: References
 ) -> None:
     """There is no spare node, but room for two ranks on each. Losing the node with two is survived, too: by then they

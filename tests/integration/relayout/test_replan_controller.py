@@ -111,7 +111,7 @@ def check_went_on(running: Running, history: History) -> None:
     steps = {event["step"] for event in job.of("job_replanned")}
     assert steps == {AT} and not job.of("fallback_started"), job.explain()
     job.events = [e for e in job.events if e["event"] != "job_started" or e["step"] == 0]
-    check_history(job, PARTS, history, [Stage(AT, OTHER, anew=True)])
+    check_history(job, PARTS, history, [Stage(AT, OTHER, restarted=True)])
 
 
 @pytest.mark.parametrize("config", ["replan", "both"])
@@ -169,4 +169,4 @@ def test_in_megatron_lms_loop_after_a_replica_has_left(tmp_path: Path, history: 
     job = running.end()
     assert job.code == 0 and not job.of("fallback_started"), job.explain()
     job.events = [e for e in job.events if e["event"] != "job_started" or e["step"] == 0]
-    lm.check_loop(job, LOOP, history, [Stage(at[0], Sizes(2, 1, 1)), Stage(at[1], sizes, anew=True)])
+    lm.check_loop(job, LOOP, history, [Stage(at[0], Sizes(2, 1, 1)), Stage(at[1], sizes, restarted=True)])

@@ -54,7 +54,7 @@ def check_two_losses(job: Job, training: Training, history: History) -> None:
     """First a replica has left, and then the layout has changed; each before or after its step."""
     check_fired(job, 2)
     found = stages(job, training)
-    assert [stage.anew for stage in found] == [False, True], job.explain()
+    assert [stage.restarted for stage in found] == [False, True], job.explain()
     assert found[0].sizes == training.sizes.of(1) and found[1].sizes.ranks == 1, job.explain()
     assert abs(found[0].step - FIRST) <= 1 and abs(found[1].step - SECOND) <= 1, job.explain()
     assert not job.of("fallback_started"), job.explain()
@@ -93,18 +93,18 @@ def test_the_second_loss_in_the_first_step_of_the_smaller_job(
     job = start(tmp_path / "run", training, config=never(training), inject=faults).wait(TIMEOUT_S)
     check_fired(job, 2)
     found = stages(job, training)
-    assert found[-1].anew and found[-1].sizes.ranks == 1, job.explain()
+    assert found[-1].restarted and found[-1].sizes.ranks == 1, job.explain()
     check_history(job, training, history, found)
 
 
 @pytest.mark.parametrize("training", [TP_PARTS, TP, PP_PARTS, CP, CP_PARTS, EP, EP_PARTS], ids=str)
 def test_a_second_death_as_a_replica_is_about_to_leave(training: Training, tmp_path: Path, history: History) -> None:
-    """Of the replica that was to stay: what is left of both lays the job out anew."""
+    """Of the replica that was to stay: what is left of both lays the job out again."""
     faults = [f"rank=3,fault=sigkill,at=backward,step={FIRST}", "rank=0,fault=sigkill,at=recovery:quiescing"]
     job = start(tmp_path / "run", training, config=never(training), inject=faults).wait(TIMEOUT_S)
     check_fired(job, 2)
     found = stages(job, training)
-    assert found and found[-1].anew and found[-1].sizes.ranks <= 2, job.explain()
+    assert found and found[-1].restarted and found[-1].sizes.ranks <= 2, job.explain()
     check_history(job, training, history, found)
 
 
@@ -128,7 +128,7 @@ def test_below_the_least_replicas(training: Training, tmp_path: Path, history: H
     job = start(tmp_path / "run", training, config=never(training, least=2), inject=faults).wait(TIMEOUT_S)
     check_fired(job)
     (found,) = stages(job, training)
-    assert found.anew and found.sizes.ranks in (2, 3), job.explain()
+    assert found.restarted and found.sizes.ranks in (2, 3), job.explain()
     check_history(job, training, history, [found])
 
 
@@ -166,9 +166,11 @@ def test_elastic_again_in_the_new_layout(training: Training, other: Sizes, tmp_p
     job = running.wait(TIMEOUT_S)
     check_fired(job)
     found = stages(job, training)
-    assert [(stage.sizes, stage.anew) for stage in found] == [(other, True), (other.of(1), False), (other, False)], (
-        job.explain()
-    )
+    assert [(stage.sizes, stage.restarted) for stage in found] == [
+        (other, True),
+        (other.of(1), False),
+        (other, False),
+    ], job.explain()
     assert found[1].step in (4, 5, 6), job.explain()
     check_history(job, training, history, found, STEPS_LONG)
 
@@ -191,7 +193,7 @@ def test_a_smaller_job_changes_its_layout_by_command(training: Training, tmp_pat
     job = running.wait(TIMEOUT_S)
     expected = [
         Stage(3, training.sizes.of(1)),
-        Stage(7, Sizes(1, 1, 4), anew=True),
+        Stage(7, Sizes(1, 1, 4), restarted=True),
         Stage(16, Sizes(1, 1, 2)),
     ]
     check_history(job, training, history, expected, STEPS_LONG)
@@ -227,4 +229,6 @@ def test_a_rank_is_replaced_in_each_size_and_layout(
     job = running.wait(TIMEOUT_S)
     check_fired(job, 3)
     assert [event["victims"] for event in job.of("recovery_finished")] == [[2], [], [1], [], [0]], job.explain()
-    check_history(job, training, history, [Stage(7, training.sizes.of(1)), Stage(14, other, anew=True)], STEPS_LONG)
+    check_history(
+        job, training, history, [Stage(7, training.sizes.of(1)), Stage(14, other, restarted=True)], STEPS_LONG
+    )

@@ -157,7 +157,7 @@ def test_elastic_again_in_the_new_layout(training: Training, tmp_path: Path, sav
     found = stages(job, training)
     one = replace(other, dp=1)
     expected = [(other, True), (one, False), (other, False)]
-    assert [(stage.sizes, stage.anew) for stage in found] == expected, job.explain()
+    assert [(stage.sizes, stage.restarted) for stage in found] == expected, job.explain()
     assert found[0].step == at and training.iteration(found[1].step) in (3, 4), job.explain()
     check_loop(job, training, saved, found)
 
@@ -180,7 +180,7 @@ def test_by_command_in_turns(tmp_path: Path, saved: Saved) -> None:
     assert command(running, training.sizes, calls[3]) == ""
     job = running.wait(TIMEOUT_S)
     sizes = (training.sizes.of(1), Sizes(1, 1, 4), Sizes(1, 1, 2), training.sizes)
-    expected = [Stage(call, s, anew=bool(n % 2)) for n, (call, s) in enumerate(zip(calls, sizes, strict=True))]
+    expected = [Stage(call, s, restarted=bool(n % 2)) for n, (call, s) in enumerate(zip(calls, sizes, strict=True))]
     check_loop(job, training, saved, expected)
     assert not job.of("failure_detected"), job.explain()
 
@@ -201,7 +201,7 @@ def test_a_replacement_between_the_two(tmp_path: Path, saved: Saved) -> None:
     elastic.inject(running, rank=1, at="optimizer", step=training.call("train", 15))
     job = running.wait(TIMEOUT_S)
     check_fired(job, 2)
-    expected = [Stage(calls[0], training.sizes.of(1)), Stage(calls[1], Sizes(2, 1, 1), anew=True)]
+    expected = [Stage(calls[0], training.sizes.of(1)), Stage(calls[1], Sizes(2, 1, 1), restarted=True)]
     check_loop(job, training, saved, expected)
 
 
@@ -219,7 +219,9 @@ def test_checkpoints_of_megatrons(tmp_path: Path) -> None:
     ).wait(TIMEOUT_S)
     check_fired(job, 2)
     found = stages(job, training)
-    assert [(stage.sizes, stage.anew) for stage in found] == [(training.sizes.of(1), False), (ONE, True)], job.explain()
+    assert [(stage.sizes, stage.restarted) for stage in found] == [(training.sizes.of(1), False), (ONE, True)], (
+        job.explain()
+    )
     assert [training.iteration(stage.step) for stage in found] == [3, 6], job.explain()
     finished(job)
     other = finished(

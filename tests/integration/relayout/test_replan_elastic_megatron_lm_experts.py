@@ -152,7 +152,7 @@ def test_elastic_again_in_the_new_layout(training: Training, other: Sizes, tmp_p
     check_fired(job)
     found = stages(job, training)
     expected = [(other, True), (other.of(1), False), (other, False)]
-    assert [(stage.sizes, stage.anew) for stage in found] == expected, job.explain()
+    assert [(stage.sizes, stage.restarted) for stage in found] == expected, job.explain()
     assert found[0].step == at and training.iteration(found[1].step) in (3, 4), job.explain()
     check_loop(job, training, saved, found)
 
@@ -175,7 +175,7 @@ def test_by_command_in_turns(training: Training, tmp_path: Path, saved: Saved) -
     assert command(running, training.sizes, calls[3]) == ""
     job = running.wait(TIMEOUT_S)
     sizes = (training.sizes.of(1), there, fewer, training.sizes)
-    expected = [Stage(call, s, anew=bool(n % 2)) for n, (call, s) in enumerate(zip(calls, sizes, strict=True))]
+    expected = [Stage(call, s, restarted=bool(n % 2)) for n, (call, s) in enumerate(zip(calls, sizes, strict=True))]
     check_loop(job, training, saved, expected)
     assert not job.of("failure_detected"), job.explain()
 
@@ -198,5 +198,5 @@ def test_a_replacement_between_the_two(training: Training, tmp_path: Path, saved
     elastic.inject(running, rank=0, at="optimizer", step=training.call("train", 11))
     job = running.wait(TIMEOUT_S)
     check_fired(job, 2)
-    expected = [Stage(calls[0], training.sizes.of(1)), Stage(calls[1], other, anew=True)]
+    expected = [Stage(calls[0], training.sizes.of(1)), Stage(calls[1], other, restarted=True)]
     check_loop(job, training, saved, expected)

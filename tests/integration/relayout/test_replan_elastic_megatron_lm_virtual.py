@@ -90,7 +90,7 @@ def test_elastic_again_in_the_new_layout(through: list[Sizes], tmp_path: Path, s
     check_fired(job)
     found, last = stages(job, training), through[-1]
     expected = [*((sizes, True) for sizes in through), (last.of(1), False), (last, False)]
-    assert [(stage.sizes, stage.anew) for stage in found] == expected, job.explain()
+    assert [(stage.sizes, stage.restarted) for stage in found] == expected, job.explain()
     assert training.iteration(found[-2].step) in (5, 6), job.explain()
     check_loop(job, training, saved, found)
 
@@ -116,5 +116,5 @@ def test_by_command_in_turns(tmp_path: Path, saved: Saved) -> None:
     job = running.wait(TIMEOUT_S)
     check_fired(job, 2)
     sizes = (training.sizes.of(1), Sizes(dp=4), Sizes(dp=2), training.sizes)
-    expected = [Stage(call, s, anew=bool(n % 2)) for n, (call, s) in enumerate(zip(calls, sizes, strict=True))]
+    expected = [Stage(call, s, restarted=bool(n % 2)) for n, (call, s) in enumerate(zip(calls, sizes, strict=True))]
     check_loop(job, training, saved, expected)

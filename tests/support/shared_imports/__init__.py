@@ -3,7 +3,7 @@
 Every launch begins with a zygote, an interpreter that spends two seconds of a processor on `import torch` before it
 forks the ranks. Here an interpreter imports it once, and each job's zygote is a fork of it, which then runs the
 bootstrap as a new interpreter would: with the arguments, the environment and the descriptors that the agent gives it,
-as a child of the launcher. All else is as without: the launcher is executed anew for each job, ranks are forked by the
+as a child of the launcher. All else is as without: the launcher is executed again for each job, ranks are forked by the
 job's own zygote, and no part of a recovery knows. See `image.py` (the interpreter) and `launcher.py`.
 
 Jobs whose environment differs from the interpreter's in more than the job's own variables have a new interpreter.

@@ -198,11 +198,11 @@ class Zygotes:
             self._close(self._growing)
             self._growing = self._asked = None
         if self._current is None and (self._first is None or self._failures > _TRIES):
-            self._begin_anew("its zygotes do not live")
+            self._begin_again("its zygotes do not live")
         elif not self._grows and self._failures <= _TRIES and not was_first:
             self._grow()
 
-    def _begin_anew(self, reason: str) -> None:
+    def _begin_again(self, reason: str) -> None:
         """None that can fork is left, and none can be grown: another first one is started later."""
         if self._over:
             return
@@ -217,7 +217,7 @@ class Zygotes:
         try:
             self.start(self._env)
         except OSError as e:
-            self._begin_anew(str(e))
+            self._begin_again(str(e))
 
     def _tell(self, reason: str, *, lost: bool = True) -> None:
         self._notice(f"new interpreters are started instead of forked ones: {reason}" if lost else reason)
@@ -272,7 +272,7 @@ class Zygotes:
     def _not_grown(self, parent: Zygote, error: BaseException) -> None:
         self._grown = None
         if self._current is None:
-            self._begin_anew(str(error))
+            self._begin_again(str(error))
         else:
             self._warn(parent, f"no other one has been grown from it: {error}")
 

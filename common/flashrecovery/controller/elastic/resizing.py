@@ -447,7 +447,7 @@ class Resizing:
         if found is None or found.reshape is not None or self._job.round.checkpoint:
             self.last_resort.let_go()  # what they have is of another sharding, or another version
 
-    def begins_anew(self) -> None:
+    def begins_again(self) -> None:
         """All ranks are started again, perhaps in another parallel layout: forget which ranks left or were taken back
         before that."""
         self.last_resort.let_go()
@@ -548,7 +548,7 @@ class Resizing:
 
     def laid_out(self) -> None:
         """The job consists of the ranks of another parallel layout: what is known of ranks is of the one before."""
-        self.begins_anew()
+        self.begins_again()
         self._not_told = NotTold()
 
     def _say_what_is_on_one_node(self) -> None:

@@ -169,7 +169,7 @@ class JobState:
         self.ranks = {r: RankRecord(r) for r in range(self.config.world_size)}
         self.places.update(record.place for record in self.ranks.values())
         self.in_order = list(self.ranks.values())
-        self.membership.sharded_anew(tuple(self.ranks))
+        self.membership.resharded(tuple(self.ranks))
         self.membership.size_told(len(self.ranks))
 
     def take_actions(self) -> list[Action]:
@@ -271,7 +271,7 @@ class JobState:
         if len(rest) == len(self.checkpoints):
             return False
         self.checkpoints = rest
-        self.tries.count_anew()
+        self.tries.count_from_zero()
         return True
 
     def count_stuck(self, step: int) -> int:
@@ -471,7 +471,7 @@ class JobState:
         self.parallel.change_to(layout, len(self.ranks))
         self.begin_attempt()
         self.membership.size_told(len(self.ranks))
-        self.membership.sharded_anew(tuple(self.ranks))
+        self.membership.resharded(tuple(self.ranks))
         self._members_changed()
 
     def tell_staged(self) -> None:
@@ -525,7 +525,7 @@ class JobState:
 
     def settle_layout(self) -> None:
         """All ranks of the job have what they need of a state that is sharded among them alone."""
-        self.membership.sharded_anew(self.members)
+        self.membership.resharded(self.members)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -543,7 +543,7 @@ class JobState:
 
     def sharded_among(self, layout: tuple[int, ...]) -> None:
         """State is sharded among these ranks, as those that have it have said to a controller that did not know."""
-        self.membership.sharded_anew(layout)
+        self.membership.resharded(layout)
         gone = (rank for rank in layout if rank not in self.ranks)
         self.membership.removed.update((rank, {}) for rank in gone)  # what is known may be of another one
         for record in self.in_order:

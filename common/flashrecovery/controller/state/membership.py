@@ -112,7 +112,7 @@ class Membership:
             self._parts = self.sharded_among, frozenset(self.sharded_among)
         return rank in self._parts[1]
 
-    def sharded_anew(self, among: tuple[int, ...]) -> None:
+    def resharded(self, among: tuple[int, ...]) -> None:
         """State is sharded among these ranks, and each of them belongs to the job."""
         self.sharded_among, self.removed = among, {}
 

@@ -102,6 +102,6 @@ class RecoveryTries:
         self.retries += 1
         return self.retries
 
-    def count_anew(self) -> None:
+    def count_from_zero(self) -> None:
         """What failed is not used any more."""
         self.retries = 0

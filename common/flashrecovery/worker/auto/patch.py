@@ -190,7 +190,7 @@ class _Checks:
                 )
 
     def _others(self) -> None:
-        """Names that are set by functions, objects that are made anew, and iterators that are asked for more."""
+        """Names that are set by functions, objects that are made again, and iterators that are asked for more."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Nonlocal):
                 names = ", ".join(node.names)
@@ -199,7 +199,7 @@ class _Checks:
         held = {path.rpartition(".")[2]: path for path in self._running.own if "." in path}
         for node in (node for place in places for node in ast.walk(place)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in held:
-                raise NotByHand(node.lineno, f"{held[node.attr]}, whose attributes change, is made anew in the loop")
+                raise NotByHand(node.lineno, f"{held[node.attr]}, whose attributes change, is made again in the loop")
         for place in places:
             for call in (node for node in ast.walk(place) if isinstance(node, ast.Call)):
                 if isinstance(call.func, ast.Name) and call.func.id in ("next", "exec", "eval"):

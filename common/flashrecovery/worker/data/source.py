@@ -72,7 +72,7 @@ class Source:
         self.loader = loader
         self._set_epochs = set_epochs
         self._first_epoch = first_epoch
-        self.one_shot = isinstance(loader, Iterator) and not _begins_anew(loader)
+        self.one_shot = isinstance(loader, Iterator) and not _begins_again(loader)
         self._stateful = is_stateful(loader)
         self._told_persistent = False
         self._unset = [
@@ -419,7 +419,7 @@ def _is_frameworks(source: object) -> bool:
     return False
 
 
-def _begins_anew(iterator: Iterator[Any]) -> bool:
+def _begins_again(iterator: Iterator[Any]) -> bool:
     """An iterator of which ``iter()`` begins again, as DeepSpeed's loader: its ``__iter__`` does more than to return
     itself."""
     method = getattr(type(iterator), "__iter__", None)

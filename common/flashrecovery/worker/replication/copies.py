@@ -378,12 +378,12 @@ class Copies:
     def put_in_place(self, shards: Sequence[Shard]) -> None:
         """What was made ready is this rank's state now, in ``shards``; the copies of the state before go."""
         self._ring.put_in_place(shards)
-        self._own.begin_anew(in_ring=self._ring.copies is not None)
+        self._own.begin_again(in_ring=self._ring.copies is not None)
 
     def begin_sharded(self, shards: Sequence[Shard], place: int, members: Sequence[int]) -> None:
         """This process has just come into a job of ``members``, with ``shards`` that have no content yet."""
         self._ring.begin(shards, place, members)
-        self._own.begin_anew(in_ring=self._ring.copies is not None)
+        self._own.begin_again(in_ring=self._ring.copies is not None)
 
     def load_checkpoint(self, checkpoint: StoredCheckpoint, version: int) -> str:
         """See :meth:`.fallback.FallbackCheckpoints.load`."""

@@ -82,7 +82,7 @@ class FallbackCheckpoints:
         of_calls = self._elastic and registry.batches is not None and registry.batches.of_calls
         other = "" if form is None else reader.checkpoint_layout_mismatch(checkpoint, form)
         if other:
-            registry.begin_anew()
+            registry.begin_again()
         plain = reader.load(
             checkpoint,
             registry.tensor_shards(),

@@ -146,7 +146,7 @@ class OwnCopies:
         for copies in self._alone:
             copies.reset(version)
 
-    def begin_anew(self, *, in_ring: bool) -> None:
+    def begin_again(self, *, in_ring: bool) -> None:
         """The state lives in other shards from now on: what is kept of it goes. ``in_ring``: neighbour copies include a
         pre-step copy."""
         self.close()

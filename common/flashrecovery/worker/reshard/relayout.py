@@ -202,7 +202,7 @@ class RankStaging:
         root = Path(os.environ[STAGING_ENV])
         elsewhere = Fetched(root, place, self._agent, within_s) if place.sources else None
         staging = StagedFiles(self._directory(place.directory), place.ranks, version, elsewhere)
-        registry.begin_anew()
+        registry.begin_again()
         nbytes = self._state.read(staging)
         registry.local_state.keep(version, registry.capture_local_state(registry.drawn(), version))
         registry.common.keep(version, staging.common)

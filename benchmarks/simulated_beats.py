@@ -33,7 +33,7 @@ _SLOTS = 25
 """Real agents do not beat in step, either."""
 _PACKED_S = 0.5
 _THROUGH_S = 5.0
-"""Longer than for real agents: with thousands of them in one process it is they who are late."""
+"""Longer than for real agents: with thousands of them in one process it is they that are late."""
 
 
 def received_of(datagram: bytes) -> int:

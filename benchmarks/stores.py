@@ -3,7 +3,7 @@
 FlashRecovery's figure 10 shows what the first costs when ranks do it one after the other, and when p do at a time. Here
 p servers share the ranks' groups (:mod:`flashrecovery.plan.membership.stores`): of eight neighbouring ranks, and of
 those at the same place in their eight. A group over all ranks would need one server whatever p is. The store belongs to
-an agent and not to a rank, so survivors keep their connections; in later recoveries only who is new connects, unless
+an agent and not to a rank, so survivors keep their connections; in later recoveries only new processes connect, unless
 the store's node is lost.
 
     python stores.py [--quick] [DEVICES,DEVICES,...]

@@ -189,7 +189,8 @@ WAYS: list[tuple[str, ...]] = [
 def test_an_evaluation_with_collectives_outside_of_the_block(
     flags: tuple[str, ...], kill: str, ranks: int, tmp_path: Path
 ) -> None:
-    """Who waits in one when a rank dies keeps its process, and the step is done again with its evaluation."""
+    """A rank that waits in one when another one dies keeps its process, and the step is done again with its
+    evaluation."""
     reference = evaluate(tmp_path / "reference", flags, ranks=ranks)
     job = evaluate(tmp_path / "run", flags, kill=kill, ranks=ranks)
     check_same(job, reference)
@@ -206,7 +207,7 @@ NCCL_WAYS: list[tuple[str, ...]] = [
     *(way for way in WAYS if "--buffers" not in way),
     *(("--by", by) for by in ("synchronize", "polled", "future", "then", "coalesced", "sends")),
 ]
-"""Who waits for NCCL's Work orders streams, and is told nothing: with the device's next answer he has what the abort
+"""What waits for NCCL's Work orders streams, and learns nothing: with the device's next answer it has what the abort
 has left in the tensor."""
 
 

@@ -104,8 +104,8 @@ def disturb(job: RunningJob, chance: random.Random) -> tuple[int, int]:
 
 
 def saved(folder: Path, stretch: Stretch) -> int:
-    """The first version in a stretch whose state has been written whole; its end if there is none. Who is killed while
-    it writes leaves a part."""
+    """The first version in a stretch whose state has been written whole; its end if there is none. A rank that is
+    killed while it writes leaves a part."""
     for version in range(max(stretch.start, 1), stretch.end):
         try:
             torch.load(folder / f"{version}.pt", weights_only=False)

@@ -1,7 +1,7 @@
 """A second rank dies while much state comes back, in every phase of the recovery.
 
 In each job of three ranks, all of which hold everything, one rank is killed in its step and another one, or the first
-one's replacement, in the recovery from that. So the source of a transfer dies, or who it goes to, and the last rank has
+one's replacement, in the recovery from that. So the source of a transfer dies, or its target, and the last rank has
 all there is. In the end every rank has the bits of the same launch without a fault. And no process has needed more than
 a tenth of the state beyond what it needs in training.
 

@@ -40,8 +40,8 @@ KILLS = {
     "fsdp2-workers": ("sharded-workers", WORKERS),
     "fsdp2-folders": ("folders", ((1, "backward", 9), (0, "commit", 10), (1, "between", 12), (0, "optimizer", 13))),
 }
-"""The shape of the script, and who is killed in which phase of which call: ten steps, the validation and the end of an
-epoch in turn, or four steps in place of ten; then the end of the training."""
+"""The shape of the script, and which rank is killed in which phase of which call: ten steps, the validation and the end
+of an epoch in turn, or four steps in place of ten; then the end of the training."""
 REFUSED = {
     "parts": "parts of the LightningModule that are given to fully_shard",
     "manual": "manual optimization",

@@ -101,7 +101,7 @@ def _killed_at_once(run_dir: Path, layout: Layout, victims: tuple[int, ...]) -> 
 def test_second_failure_in_a_recovery_state(
     layout: Layout, survivor: int, state: str, tmp_path: Path, reference: Reference
 ) -> None:
-    second = 1 if state == "replacing" else survivor  # the replacement itself, or who has nothing of rank 1's
+    second = 1 if state == "replacing" else survivor  # the replacement itself, or one that has nothing of rank 1's
     inject = ["rank=1,at=backward,step=4", f"rank={second},at=recovery:{state}"]
     job = mg.run(tmp_path / "run", layout, standby=1, inject=inject)
     check_same(job, reference(layout))

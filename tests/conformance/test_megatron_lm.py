@@ -196,8 +196,8 @@ def test_a_death_in_an_evaluation(victim: int, tmp_path: Path, reference: Refere
 @pytest.mark.parametrize("call", [10, 0])
 def test_others_have_hooks_that_gather_again(call: int, tmp_path: Path, reference: Reference) -> None:
     """The first iteration and an evaluation (call 10: in 8 it gathers, 9 starts a timer) are computed without hooks
-    that gather parameters. Who has committed it has them again, and makes it again with a replacement, which has
-    none."""
+    that gather parameters. A rank that has committed it has them again, and makes it again with a replacement, which
+    has none."""
     layout = lm("dp2-overlaps", *DISTRIBUTED, *OVERLAPS, *EVALUATED)
     job = _run(tmp_path / "run", layout, faults((1, "commit", call)))
     check_same(job, reference(layout), printed=Printed.LAST_RANK)

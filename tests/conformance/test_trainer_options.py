@@ -44,7 +44,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[tuple[int, str, 
         STEPS,
     ),
 }
-"""Flags of the script, more of TrainingArguments, and who is killed in which call."""
+"""Flags of the script, more of TrainingArguments, and which rank is killed in which call."""
 
 
 def each(first: int, last: int) -> tuple[tuple[int, str, int], ...]:

@@ -13,7 +13,7 @@ _HEAD = re.compile(r"^(?:==\d+==)?(?:WARNING|ERROR|FATAL)?:? ?(?:ThreadSanitizer
 
 @dataclass(frozen=True)
 class Report:
-    """One report. ``ours``: a frame of it is in one of our extensions, as who accesses, frees, locks or starts."""
+    """One report. ``ours``: a frame of it is in one of our extensions, as what accesses, frees, locks or starts."""
 
     text: str
 

@@ -118,7 +118,7 @@ def main() -> None:
     device = own_device()
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     seed = torch.tensor(3 if dist.get_rank() == 0 else 100 + dist.get_rank(), device=device)
-    dist.broadcast(seed, 0)  # as who comes later has to know without taking part in it
+    dist.broadcast(seed, 0)  # as a rank that comes later has to know without taking part in it
     if args.joining and os.environ.get("FLASHRECOVERY_GENERATION", "0") != "0":
         come_badly(args.joining)
         seed += args.joining == "other-seed"

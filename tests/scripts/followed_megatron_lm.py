@@ -32,7 +32,7 @@ assert fr_megatron
 
 def summed_up() -> dict[str, float]:
     """What layers of experts have summed up in a step, as its log should say it: that of all ranks, where each has its
-    tokens' part (Megatron says over whom), else of the last one and its peers in other stages. A collective."""
+    tokens' part (Megatron says over which ranks), else of the last one and its peers in other stages. A collective."""
     mine = {
         name: (entry["values"].tolist(), entry.get("reduce_group") is not None)
         for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()

@@ -194,7 +194,7 @@ class Fabric:
         return port
 
     def come(self, port: Port) -> None:
-        """To the TCPStore, where the groups of a generation are made; who comes early waits."""
+        """To the TCPStore, where the groups of a generation are made; a rank that comes early waits."""
         known = self.ports[port.rank]
         if known.process.dead or known.generation <= port.generation:
             self.ports[port.rank] = port

@@ -148,7 +148,7 @@ def _scene(rng: random.Random, h: History) -> History:
         shape = replace(shape, nodes=rng.choice((2, 3, 4)), nproc=1, external=True)
         away = rng.choice((5.0, 22.0, 25.0, 35.0)) + rng.random()
         faults = [Fault(at, "controller", (away,)), Fault(at + rng.random(), "kill", (rng.randrange(shape.world),))]
-    elif kind == "muted":  # several who do not answer, at one moment
+    elif kind == "muted":  # several that do not answer, at one moment
         shape = replace(shape, nodes=rng.choice((1, 2)), nproc=4, external=False, standby=0)
         ranks = rng.sample(range(shape.world), rng.choice((3, 3, 4)))
         muted, victim = tuple(sorted(ranks[1:])), ranks[0]

@@ -410,7 +410,7 @@ class Laws:
                 self._all_who_were_late(event)
 
     def _all_who_were_late(self, event: ev.RecoveryStarted) -> None:
-        """Who has missed the same deadline as a victim is one, too."""
+        """A rank that has missed the same deadline as a victim is one, too."""
         limit = self.world.config.timeouts.stop_ack_s
         for worker in self.world.living():
             model = worker.model
@@ -665,9 +665,9 @@ class Laws:
             return False
         if all(p.dead or not p.host.up for p in self.world.agents.values()):
             return True
-        # Who was away at the end gives up by itself, which takes a minute: not every history has to show it, or even
-        # what comes in the first seconds. Nodes that were started again wait for a new job, where the old one was left
-        # without electors.
+        # A process that was away at the end gives up by itself, which takes a minute: not every history has to show it,
+        # or even what comes in the first seconds. Nodes that were started again wait for a new job, where the old one
+        # was left without electors.
         self.over_at = min(self.over_at, self.world.loop.now)
         wait_s = 12.0 if self.world.seed % 4 == 0 else 2.0
         return (self.left_alone or self.world.seed % 16 != 0) and self.world.loop.now > max(

@@ -77,7 +77,7 @@ def _lost_at_once(is_lost: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _one_by_one(expired: Callable[..., Any]) -> Callable[..., Any]:
-    """Of those who miss a deadline only the first is a victim; the others get the time again."""
+    """Of those that miss a deadline only the first is a victim; the others get the time again."""
 
     def first(self: Outbox, now: float) -> Any:
         found = expired(self, now)

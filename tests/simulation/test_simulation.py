@@ -95,7 +95,7 @@ def test_no_history_of_an_elastic_job_breaks_a_law() -> None:
 
 @pytest.mark.parametrize("seed", [179, 219, 289, 304])
 def test_whoever_alone_has_the_state_does_not_leave(seed: int) -> None:
-    """A user has commanded a smaller size, and those who would have stayed die before it has come."""
+    """A user has commanded a smaller size, and those that would have stayed die before it has come."""
     with quiet(), simulated():
         outcome = run(draw_elastic(seed))
     assert outcome.violation is None and outcome.state == "finished"

@@ -1,10 +1,10 @@
 """Workers and agents as a model, for the controller's machine: no process, and every message may be late or come twice.
 
-A step is sealed, mutated, committed. Who has sealed has synchronised; a rank may mutate version v only when every rank
-has sealed it, so neighbouring ranks are never more than a step apart, as in a job. What a worker holds is a version for
-each shard: its live state, rank-local states and common state of its last versions, copies for the rank before it,
-perhaps a pre-step copy. So a wrong version in any shard is seen when training goes on. What the controller may decide
-is worked out here a second time, from nothing but the answers that it has been given.
+A step is sealed, mutated, committed. A rank that has sealed has synchronised; a rank may mutate version v only when
+every rank has sealed it, so neighbouring ranks are never more than a step apart, as in a job. What a worker holds is a
+version for each shard: its live state, rank-local states and common state of its last versions, copies for the rank
+before it, perhaps a pre-step copy. So a wrong version in any shard is seen when training goes on. What the controller
+may decide is worked out here a second time, from nothing but the answers that it has been given.
 """
 
 from __future__ import annotations

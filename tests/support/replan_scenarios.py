@@ -75,7 +75,7 @@ def check_second_death_before_the_change(
 
 
 def check_second_death_in_the_new_layout(training: Training, state: str, folder: Path, saved: Saved) -> None:
-    """Who had not come so far as to have the state gets it from the memory again, in a layout of fewer."""
+    """A rank that had not come so far as to have the state gets it from the memory again, in a layout of fewer."""
     running = start(folder, training, inject=[killed(0, "backward")])
     running.wait_for("job_replanned", TIMEOUT_S)
     elastic.inject(running, rank=1, at=f"recovery:{state}")

@@ -291,7 +291,7 @@ def _moments(job: Job) -> list[str]:
 
 
 def _check_shards(adapter: TorchAdapter, layout: str, rank: int, world: int) -> None:
-    """Names and holders say who has which piece."""
+    """Names and holders say which rank has which piece."""
     everyone = tuple(range(world))
     name, holders = {
         "ddp": ("param/head.weight", everyone),

@@ -1,4 +1,4 @@
-"""Parts of the agent: what /proc says, who is stopped, where workers stand, how fast a big process's death is seen."""
+"""Parts of the agent: what /proc says, what is stopped, where workers stand, how fast a big process's death is seen."""
 
 from __future__ import annotations
 

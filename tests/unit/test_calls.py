@@ -414,7 +414,7 @@ def test_a_replacement_whose_loop_goes_on_where_the_others_have_ended() -> None:
     with pytest.raises(RegistrationError, match="come to their end after 6 calls, and this one makes another"):
         script.run(8)
     assert script.made == ["train3", "report3"]
-    again = Checkpointed((5, 2, True))  # those who have ended make theirs again
+    again = Checkpointed((5, 2, True))  # those that have ended make theirs again
     again.run(4)
     again.session.ended_at = 6
     again.session.finished = lambda total: again.session.gate.version >= total  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What only those have who leave a job: who serves it, and who can leave."""
+"""What only those have who leave a job: which rank serves it, and which can leave."""
 
 from __future__ import annotations
 

@@ -649,7 +649,7 @@ def test_an_iterator_that_seems_to_begin_again_ends() -> None:
     assert list(DataStream(Counting())) == [1, 2]
 
 
-# -- who takes the batches --------------------------------------------------------------------------
+# -- what takes the batches -------------------------------------------------------------------------
 
 
 def ahead(stream: Any) -> Iterator[Any]:

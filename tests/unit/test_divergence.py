@@ -1,4 +1,4 @@
-"""Ranks that should be equal are not: who is alike, since when, and what is left to go on from."""
+"""Ranks that should be equal are not: which are alike, since when, and what is left to go on from."""
 
 from __future__ import annotations
 

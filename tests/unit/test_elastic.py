@@ -1,5 +1,5 @@
-"""Elastic jobs without a process: what the controller's machine does about a loss and a command, who gets which batch,
-and what is refused."""
+"""Elastic jobs without a process: what the controller's machine does about a loss and a command, which rank gets which
+batch, and what is refused."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Torn(World):
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_a_part_that_is_lost_in_the_first_step_begins_again(taken: int, victims: tuple[int, ...]) -> None:
     """A rank has died before anybody had copies of its part: no step that counts is lost, so all are started again,
-    and who has left is one of them. After that a step would be."""
+    and a rank that has left is one of them. After that a step would be."""
     world = Torn(4, steps=6, elastic={"min": 1, "max": 4, "replace": "never"})
     world.launch()
     while world.machine.job.state is not State.RUNNING or world.version[0] < taken:
@@ -343,7 +343,7 @@ def test_a_replacement_in_another_size_is_compared_with_the_process_before(said:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_those_who_alone_have_the_state_do_not_leave(replicas: int) -> None:
-    """Those that would stay have died, and have been filled again: they would get their state from those who leave."""
+    """Those that would stay have died, and have been filled again: they would get their state from those that leave."""
     world = elastic_world(least=1, replace="auto")
     assert world.machine.resize(replicas, -1, world.now) == ""
     pause(world, 3)
@@ -508,7 +508,8 @@ def test_a_new_controller_hears_from_a_rank_that_has_not_heard_that_it_left() ->
 
 @pytest.mark.parametrize("stale_first", [True, False])
 def test_a_new_controller_hears_from_a_node_that_was_cut_off_before_ranks_came(stale_first: bool) -> None:
-    """That one's word of who belongs to the job is old: the ranks that have come since take steps with the others."""
+    """That one's word of which ranks belong to the job is old: the ranks that have come since take steps with the
+    others."""
 
     def register(node: str, ranks: list[int], members: list[int], generation: int) -> pb.Register:
         fields = {"node": node, "host": node, "slots": 2, "incarnation": node, "stride": 2, "peer_port": 1}

@@ -71,7 +71,7 @@ def test_a_warned_node_stays_while_ranks_leave(shape: ReplicaShape) -> None:
 
 @pytest.mark.parametrize("unsure", [False, True])
 def test_a_warned_node_stays_until_it_is_known_how_state_is_sharded(unsure: bool) -> None:
-    """The controller before this one may have been in the middle of a change: parts of ranks that have left, of whom
+    """The controller before this one may have been in the middle of a change: parts of ranks that have left, of which
     this one has not heard, may be there alone."""
     world = launched(ReplicaShape(5), replace="auto", single=True)
     for name in ("spare", "another"):

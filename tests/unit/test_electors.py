@@ -1,4 +1,4 @@
-"""Who leads when the controller is lost with its node: electors, majorities, votes."""
+"""Which node leads when the controller is lost with its node: electors, majorities, votes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_two_nodes_are_left() -> None:
 
 
 def test_a_controller_whose_other_electors_were_all_started_again_decides() -> None:
-    """No rank is left who could have been elected, or could be."""
+    """No rank is left that could have been elected, or could be."""
     quorum = settled("a", "b", "c")
     ended = {"b", "c"}
 
@@ -193,7 +193,7 @@ def test_a_newer_term_is_won_by_votes(refusing: str, renewed: bool) -> None:
 
 
 def test_after_a_vain_attempt_the_next_one_is_for_a_term_that_nobody_has_promised() -> None:
-    """Who asks for it has promised term 2, and no vote for term 3 counts twice."""
+    """The node that asks for it has promised term 2, and no vote for term 3 counts twice."""
     known = elector_set(settled("a", "b", "c"), Job.of("abc"))
     agents = Nodes("abc").agents
     reached = {"a"}

@@ -176,7 +176,7 @@ def test_no_change_of_state_begins_after_the_lease(gate: Gate) -> None:
     gate.commit()
     gate.page.lend(0.001)
     gate.stop(1, 0)
-    with pytest.raises(StepInterrupted):  # who is stopped waits for nothing
+    with pytest.raises(StepInterrupted):  # a rank that is stopped waits for nothing
         gate.mutate()
 
 

@@ -89,7 +89,7 @@ def test_those_of_another_launch_are_not_ours(tmp_path: Path) -> None:
 
 
 def test_a_job_of_one_node_writes_nothing(tmp_path: Path) -> None:
-    """Who could count on from there is gone with the node."""
+    """What could count on from there is gone with the node."""
     file = GenerationFile(None, tmp_path, lambda _: None)
     assert file.kept(LAUNCH, Numbers(), lambda: None) and file.read() == {}
     file.close()
@@ -250,7 +250,7 @@ def test_nobody_acts_in_a_generation_before(again: bool, tmp_path: Path) -> None
 
 
 def test_a_controller_that_is_started_later_counts_on(tmp_path: Path) -> None:
-    """All who knew of the generations since are lost, and who is left has heard of an older one."""
+    """All that knew of the generations since are lost, and what is left has heard of an older one."""
     (tmp_path / "run").mkdir()
     write_numbers(tmp_path / "run", LAUNCH, Numbers(8))
 
@@ -274,7 +274,7 @@ def test_what_is_written_down_is_older_than_what_agents_know() -> None:
 
 
 def test_ranks_that_are_older_than_what_is_written_down_are_brought_together() -> None:
-    """The controller before this one may have told others, who are lost, of the newer generation."""
+    """The controller before this one may have told others, which are lost, of the newer generation."""
     machine = controller()
     machine.takeover.written_down = {LAUNCH: Numbers(5)}
     machine.on_register(of_launch(LAUNCH, found("a", 0, 1)), 0.0)
@@ -285,7 +285,7 @@ def test_ranks_that_are_older_than_what_is_written_down_are_brought_together() -
 @pytest.mark.parametrize(("launch", "state"), [(LAUNCH, State.FAILED), ("another", State.STARTING)])
 def test_a_job_that_has_not_begun_is_not_taken_for_an_earlier_one(launch: str, state: State) -> None:
     """An elected controller's node may have what an earlier job has left there. Of this one no rank has taken a step:
-    all begin again. (Had it recovered before, those who had its state would be lost.)"""
+    all begin again. (Had it recovered before, those that had its state would be lost.)"""
     machine = controller()
     machine.takeover.written_down = {launch: Numbers(9)}
     register = of_launch(LAUNCH, found("a", 0, 1, stepping=False))

@@ -1,4 +1,4 @@
-"""What the report of `make gpu-check` says of memory and of steps is right, no matter who plays the GPU."""
+"""What the report of `make gpu-check` says of memory and of steps is right, no matter what plays the GPU."""
 
 from __future__ import annotations
 

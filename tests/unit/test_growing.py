@@ -1,5 +1,5 @@
-"""An elastic job grows: who comes, beside what, and what happens to those who do not. The controller's machine, without
-a process."""
+"""An elastic job grows: which ranks come, beside what, and what happens to those that do not. The controller's machine,
+without a process."""
 
 from __future__ import annotations
 
@@ -519,7 +519,7 @@ def test_who_comes_needs_no_part_of_what_is_sharded() -> None:
 
 
 def test_a_node_comes_that_the_launch_has_not_had() -> None:
-    """Who comes there are ranks that the launch has not had, each told in whose place it runs the script."""
+    """What comes there are ranks that the launch has not had, each told in whose place it runs the script."""
     world = world_of(2, nnodes=2, controller="h:1", most=7)
     world.join("more", slots=2)
     world.go_on()

@@ -219,7 +219,7 @@ def test_a_command_that_the_leaving_has_fulfilled_is_forgotten() -> None:
 
 
 def test_its_time_is_over_and_the_command_still_counts() -> None:
-    """Those who were to take over have never been ready."""
+    """Those that were to take over have never been ready."""
     world = HandoffWorld(elastic={"min": 1, "max": 4})
     world.silent = {2, 3}
     at = max(world.version) + 20

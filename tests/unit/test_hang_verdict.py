@@ -1,4 +1,4 @@
-"""Who is to blame when ranks stand still, who is slow, and when the controller asks."""
+"""Which rank is to blame when ranks stand still, which is slow, and when the controller asks."""
 
 from __future__ import annotations
 

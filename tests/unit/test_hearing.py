@@ -91,7 +91,7 @@ def test_following_another_controller_is_no_answer_for_a_node_that_was_cut_off(c
 
 
 def test_nor_is_the_word_of_a_controller_that_gathers(clock: Clock) -> None:
-    """The one before may have given this node's ranks away, and those who know have not come to it yet."""
+    """The one before may have given this node's ranks away, and those that know have not come to it yet."""
     hearing = cut_off(clock)
     hearing.heard(clock.now, gathering=True)
     assert hearing.in_doubt and hearing.lent_until() < clock.now

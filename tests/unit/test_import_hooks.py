@@ -1,4 +1,4 @@
-"""A hook runs when its module is imported, no matter who has asked for the module before."""
+"""A hook runs when its module is imported, no matter what has asked for the module before."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_other_modules_are_left_alone(calls: list[ModuleType]) -> None:
 
 
 def test_the_module_has_its_own_loader(calls: list[ModuleType], tmp_path: Path) -> None:
-    """Who asks it for a file of the package gets it; so does who asks for the module's code before it is imported."""
+    """What asks it for a file of the package gets it; so does what asks for the module's code before it is imported."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "data.txt").write_text("text")

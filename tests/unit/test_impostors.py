@@ -629,7 +629,7 @@ def test_a_set_up_log_that_cannot_be_fetched_is_missed_by_its_rank_only(
 
 
 def test_a_set_up_log_that_did_not_come_whole_is_not_taken_for_kept() -> None:
-    """Who is in between ends the stream early: the keeper says that it is not whole, and it is given again."""
+    """What is in between ends the stream early: the keeper says that it is not whole, and it is given again."""
 
     class Page:
         def read_setup_log(self) -> bytes:

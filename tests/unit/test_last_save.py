@@ -1,4 +1,4 @@
-"""A job that ends before its last step: which version is kept, who keeps it, and when no one could."""
+"""A job that ends before its last step: which version is kept, which rank keeps it, and when no one could."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def test_what_a_page_held_when_its_process_started_is_not_what_it_holds_now() ->
 
 def stops_after(world: World, positions: dict[int, tuple[bool, bool, int]]) -> list[tuple[int, int]]:
     """All have been asked to hold and say where they are: by rank whether settled, whether mutating, and the version.
-    Who is asked to stop first, and how far each may still go."""
+    Which rank is asked to stop first, and how far each may still go."""
     for rank, command in [(r, c) for r, c in world.inbox if c.HasField("hold")]:
         settled, mutating, version = positions[rank]
         reply = pb.Reply(serial=command.serial, generation=1, rank=rank)
@@ -329,8 +329,8 @@ def test_ranks_that_are_behind_finish_first() -> None:
 def test_who_is_in_a_step_may_come_as_far_as_any_other_can(
     positions: dict[int, tuple[bool, bool, int]], stops: list[tuple[int, int]]
 ) -> None:
-    """Who begins to change its state has all gradients, so the others can have them, too. Where a rank that is in a
-    recovery has been counts for no one."""
+    """A rank that begins to change its state has all gradients, so the others can have them, too. Where a rank that is
+    in a recovery has been counts for no one."""
     world = World(4, steps=6)
     world.launch()
     while world.version[0] < 2:
@@ -823,7 +823,7 @@ def test_scripts_that_end_after_as_many_calls() -> None:
 
 @pytest.mark.parametrize("ends", [(5, 6, 5), (6, 5, 6), (4, 9, 9), (9, 9, 4)])
 def test_scripts_that_end_after_other_numbers_of_calls(ends: tuple[int, ...]) -> None:
-    """Who makes more waits for ever; that is said, and by whom."""
+    """A rank that makes more waits for ever; that is said, and of which rank."""
     world = OfCalls(*ends)
     world.launch()
     assert world.run() is State.FAILED

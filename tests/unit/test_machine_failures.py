@@ -1,4 +1,5 @@
-"""Who becomes a victim, when, of which recovery; and what ends the job instead. Against the world of test_machine."""
+"""Which rank becomes a victim, when, of which recovery; and what ends the job instead. Against the world of
+test_machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The state of the distributed optimizers of dense parameters and of experts as one sharding: who has what, in any
-number of replicas, and that all who share it plan the same."""
+"""The state of the distributed optimizers of dense parameters and of experts as one sharding: which rank has what, in
+any number of replicas, and that all that share it plan the same."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def gather(
 def test_all_shards_are_described_in_any_number_of_replicas(
     each: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the experts of all places, also where fewer replicas are left: who keeps copies of what a rank had that
-    is lost, which has other experts, can write these."""
+    """Those of the experts of all places, also where fewer replicas are left: which rank keeps copies of what a rank
+    had that is lost, which has other experts, can write these."""
     made = gather(each, ranks, {number: own_parts(number, each) for number in range(ranks)}, monkeypatch)
     for replicas in range(1, ranks // each + 1):
         size = replicas * each

@@ -29,7 +29,7 @@ of_a_dictionary = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", ["DISABLED", "VALIDATE_RESULTS", "REPORT_DETERMINISM_STATS"])
 def test_an_evaluation_that_is_cut_short_leaves_results_validated_as_before(name: str) -> None:
-    """While it computes, Megatron validates none. Whether it does decides who communicates after a step."""
+    """While it computes, Megatron validates none. Whether it does decides which rank communicates after a step."""
     from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 
     mode = RerunMode[name]

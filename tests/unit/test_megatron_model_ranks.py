@@ -30,7 +30,7 @@ def rules(group: str) -> list[TensorRule]:
 @pytest.mark.parametrize("group", ["", "stand=1", "stand=11"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_rules_and_shards_have_the_same_names(size: int, group: str) -> None:
-    """In any size, that of one replica included: who looks for a part finds it by its name."""
+    """In any size, that of one replica included: what looks for a part finds it by its name."""
     *parts, flat = rules(group)
     assert len(parts) == 3 and flat.key == "data"
     for place in range(size):

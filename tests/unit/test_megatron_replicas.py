@@ -78,8 +78,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_all_of_megatrons_groups_follow(sizes: Sizes, chosen: Any) -> None:
-    """Every rank finds the same replicas, each of which has the whole model once; who belongs to which group is known
-    in any size; and groups of the same kind have their own names."""
+    """Every rank finds the same replicas, each of which has the whole model once; which rank belongs to which group is
+    known in any size; and groups of the same kind have their own names."""
     world = sizes[-1]
     found = {shape_of(chosen(sizes, rank), world) for rank in range(world)}
     assert len(found) == 1
@@ -97,7 +97,7 @@ def test_all_of_megatrons_groups_follow(sizes: Sizes, chosen: Any) -> None:
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_a_smaller_job_has_megatrons_groups_of_that_size(sizes: Sizes, chosen: Any) -> None:
-    """Whichever replica is lost, those who stay, renumbered, are in the groups in which Megatron would have put
+    """Whichever replica is lost, those that stay, renumbered, are in the groups in which Megatron would have put
     them."""
     *parallel, world = sizes
     shape = shape_of(chosen(sizes, 0), world)

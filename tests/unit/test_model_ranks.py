@@ -210,7 +210,8 @@ def test_who_keeps_the_only_copies_of_what_is_being_filled_does_not_leave(sharde
 
 @pytest.mark.parametrize("filled", [3, None])
 def test_it_leaves_where_it_keeps_nobodys(filled: int | None) -> None:
-    """Copies of rank 3's part are with rank 5, those of rank 5's with rank 1; and who is lost keeps nothing anyway."""
+    """Copies of rank 3's part are with rank 5, those of rank 5's with rank 1; and a rank that is lost keeps nothing
+    anyway."""
     job = job_of_three(sharded=True)
     job.vacate(2)
     if filled is not None:

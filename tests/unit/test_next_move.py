@@ -52,7 +52,7 @@ WRITE = WriteState(7)
         (StoppedFacts(DISK, START, given_up_there=True), TakeBack()),  # rather than lose steps
         (StoppedFacts(NOTHING, KEEP), BeginAgainOrFail(NOTHING.reason)),
         (StoppedFacts(NOTHING, START), Relayout(START)),
-        (StoppedFacts(NOTHING, START, settled=False), Settle()),  # who is to leave may have it
+        (StoppedFacts(NOTHING, START, settled=False), Settle()),  # a rank that is to leave may have it
         (StoppedFacts(NOTHING, KEEP, given_up_there=True), TakeBack()),
         (StoppedFacts(NOTHING, CannotChange("why")), Relayout(CannotChange("why"))),
     ],

@@ -1,4 +1,5 @@
-"""The agent's side of snapshots: who inherits, what is refused before any process starts, when it gives up."""
+"""The agent's side of snapshots: which process inherits, what is refused before any process starts, when it gives
+up."""
 
 from __future__ import annotations
 

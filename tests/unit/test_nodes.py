@@ -1,4 +1,4 @@
-"""Nodes as the controller sees them: who begins, who takes the place of a lost one, who is lost at all."""
+"""Nodes as the controller sees them: which begin, which takes the place of a lost one, which is lost at all."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_broken_connection_is_asked_about_at_once_and_lost_after_the_silence()
         found += [(now, f) for f in liveness.check(now)]
     (lost_at, lost), *asks = sorted(found, key=lambda f: not isinstance(f[1], Lost))
     assert isinstance(lost, Lost) and "refused" in lost.evidence
-    assert LIMITS.node_silence_s <= lost_at <= LIMITS.node_silence_s + 0.051, "nothing is added for who is dead"
+    assert LIMITS.node_silence_s <= lost_at <= LIMITS.node_silence_s + 0.051, "nothing is added for what is dead"
     asked_at = [at for at, ask in asks if ask == Ask("a", "b")]
     assert len(asked_at) == len(asks) and lost_at - max(asked_at) <= LIMITS.node_probe_s + 0.051, "and asked again"
 
@@ -330,8 +330,8 @@ def test_the_job_begins_when_all_nodes_are_there() -> None:
 
 
 def test_nodes_that_never_come_are_not_waited_for_for_ever() -> None:
-    """From the first one's coming on; who has left an elastic job, and is to be there when all of it starts again, is
-    named like any other that is missing. No one who waits for a first node waits for less."""
+    """From the first one's coming on; one that has left an elastic job, and is to be there when all of it starts again,
+    is named like any other that is missing. No one who waits for a first node waits for less."""
     world = World(2, nnodes=2, spare_nodes=1, controller="h:1", timeouts={"rendezvous_s": 30.0})
     world.machine.on_tick(1000.0)
     world.join("a")

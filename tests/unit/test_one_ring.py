@@ -1,5 +1,5 @@
-"""Who keeps whose copies: workers and the controller come to the same by themselves, in every size and shape of a job,
-from what the environment of any process says, however late it was started."""
+"""Which rank keeps whose copies: workers and the controller come to the same by themselves, in every size and shape of
+a job, from what the environment of any process says, however late it was started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has made a collective outside of a step: the innermost frame that is neither torch's nor ours."""
+"""What has made a collective outside of a step: the innermost frame that is neither torch's nor ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of parity: who protects whom, what lies where, what travels, what can be decoded."""
+"""Plans of parity: which member protects which, what lies where, what travels, what can be decoded."""
 
 from __future__ import annotations
 

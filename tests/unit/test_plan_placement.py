@@ -1,4 +1,4 @@
-"""Which node takes which ranks, where a rank's copies go, and who looks after whom."""
+"""Which node takes which ranks, where a rank's copies go, and which node looks after which."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_disk_that_takes_nothing_and_a_damaged_file_do_not_disturb_the_job(
 
 
 def test_each_rank_keeps_its_line_when_another_leaves(tmp_path: Path) -> None:
-    """And who is on the way in is told."""
+    """And a rank that is on the way in is told."""
     found = machine(7)
     found.job.ranks.pop(0)
     found.job.ranks[1].health.own_s = 0.125

@@ -45,7 +45,7 @@ WHOLE = {
 
 
 def layout(size: int, places: Sequence[Sequence[int]]) -> dict[str, Placement]:
-    """As FSDP2 divides; ``places``: who serves each place."""
+    """As FSDP2 divides; ``places``: which rank serves each place."""
     found: dict[str, Placement] = {}
     for name, tensor in WHOLE.items():
         shape = tuple(tensor.shape)
@@ -74,7 +74,7 @@ SPACES = [Space(name, tuple(t.shape), t.itemsize) for name, t in WHOLE.items()]
     [
         (4, [(0,), (1,), (1,), (2,)], 3),  # the third one of four has left, and the second one keeps its copies
         (4, [(0,), (0,), (1,), (1,)], 2),
-        (2, [(0,), (1,)], 4),  # two come who have nothing
+        (2, [(0,), (1,)], 4),  # two come that have nothing
         (4, [(0,), (0,), (0,), (0,)], 1),
     ],
 )

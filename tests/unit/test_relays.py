@@ -1,5 +1,5 @@
-"""Who speaks to the controller through whom; and a real controller with real sessions that go through relays, on
-loopback: every message arrives once, and the loss of a relay costs no one anything."""
+"""Which agent speaks to the controller through which; and a real controller with real sessions that go through relays,
+on loopback: every message arrives once, and the loss of a relay costs no one anything."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ class Scene:
         return len(via) == len(self.nodes) and sum(bool(relay) for relay in via.values()) == count
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Who could not move within a second, because all of this shares one busy process, is told again after 60 s."""
+        """An agent that could not move within a second, because all of this shares one busy process, is told again
+        after 60 s."""
         deadline = time.monotonic() + 100
         while not condition():
             assert time.monotonic() < deadline, (self.via(), self.kinds())

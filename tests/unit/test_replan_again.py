@@ -1,5 +1,5 @@
-"""Jobs that are elastic and change their layout: what the next controller must not forget, and who keeps copies for
-whom. Without processes."""
+"""Jobs that are elastic and change their layout: what the next controller must not forget, and which rank keeps copies
+for which. Without processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_agents_are_told_again_when_all_start_again_in_the_new_layout() -> None:
 
 
 def test_the_ranks_of_the_last_replica_keep_each_others_copies() -> None:
-    """And so the controller places them; where several replicas are left, who stands at the same place does."""
+    """And so the controller places them; where several replicas are left, the rank that stands at the same place
+    does."""
     world = Both()
     job = world.job
     for record in job.in_order:

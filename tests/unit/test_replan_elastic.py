@@ -151,7 +151,7 @@ def test_every_element_is_in_one_place_in_any_number_of_replicas(seed: int) -> N
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("each", [2, 4])
 def test_experts_are_in_one_place_in_any_number_of_replicas(each: int, replicas: int) -> None:
-    """Those of the n-th place in a replica lie on every ``each``-th of those who divide the dense parameters: all have
+    """Those of the n-th place in a replica lie on every ``each``-th of those that divide the dense parameters: all have
     a shard of flat weights, and each part of what is stepped on is of these experts."""
     length, bucket = 700, placements.FlatBuffer((700,), 128)
     tensors, sources = [], {}

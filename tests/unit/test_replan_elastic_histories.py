@@ -1,6 +1,6 @@
 """Random histories, without a process, of jobs that are elastic and change their parallel layout: losses of ranks and
-nodes, commands of both kinds, and nodes that come, in any moment. Workers keep account of who has which part, and whose
-copies, in the layout of the moment; what is written for another layout must be all of the state."""
+nodes, commands of both kinds, and nodes that come, in any moment. Workers keep account of which rank has which part,
+and whose copies, in the layout of the moment; what is written for another layout must be all of the state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Histories(ShardedWorld):
         return found
 
     def sharing(self, rank: int, layout: tuple[int, ...]) -> list[tuple[str, list[int]]]:
-        """Who divides what with this rank. The first of them tells them apart from others: it is at one place."""
+        """Which ranks divide what with this one. The first of them tells them apart from others: it is at one place."""
         tp, ep, shape = self.facts.layout["tp"], self.facts.layout["ep"], self.shape
 
         def at(other: int) -> tuple[int, int]:

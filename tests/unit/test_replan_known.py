@@ -163,13 +163,13 @@ def test_how_often_the_layout_has_changed_is_written_down(tmp_path: Path) -> Non
 
 
 def test_a_number_of_a_start_is_not_used_again() -> None:
-    """Those who knew of two more changes are lost; one that was cut off before them returns."""
+    """Those that knew of two more changes are lost; one that was cut off before them returns."""
     machine = found(nodes=1)
     machine.takeover.written_down = {"": Numbers(9, 0, 4)}
     machine.on_register(came("a", [0, 1], attempt=2, generation=5), 0.0)
     machine.on_tick(1000.0)
     job = machine.job
-    assert job.restarts + job.parallel.changes == 2 and job.attempts == 4  # who is filled again is of the same start
+    assert job.restarts + job.parallel.changes == 2 and job.attempts == 4  # one filled again is of the same start
     job.lay_out("tp=1,pp=1,dp=1", [])
     assert job.restarts + job.parallel.changes == 5
     job.restarts += 1

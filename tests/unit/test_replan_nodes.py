@@ -176,7 +176,7 @@ def test_each_shard_is_on_two_nodes_if_it_can_be() -> None:
 
 
 def test_the_second_node_is_in_another_failure_domain() -> None:
-    """If any is: who shares a switch, or power, is lost at once."""
+    """If any is: what shares a switch, or power, is lost at once."""
     records = {rank: record(rank, 5, ["s"]) for rank in range(4)}
     for rank, node in enumerate("abcd"):
         records[rank].home = node

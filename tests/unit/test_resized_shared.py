@@ -1,5 +1,6 @@
 """Checkpoints of state that several places of each replica divide together (Megatron's distributed optimizer with
-expert or context parallelism), read by another number of the same replicas. Who has which part is told here by hand."""
+expert or context parallelism), read by another number of the same replicas. Which rank has which part is told here by
+hand."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def held(kind: Kind, rank: int, replicas: int) -> Held:
     if kind.each:
         column = ranks[place % kind.each :: kind.each]
         part = megatron(column.index(rank), len(column))
-        model_rank = kind.model_ranks[group][place % kind.each]  # the first one of those who have these experts
+        model_rank = kind.model_ranks[group][place % kind.each]  # the first one of those that have these experts
         found |= of(part, f"stand={model_rank}", "e.", 10 + model_rank)
     return found
 

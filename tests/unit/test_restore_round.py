@@ -1,4 +1,4 @@
-"""One execution of a restore plan: whose bytes were wrong, and from whom they come next."""
+"""One execution of a restore plan: whose bytes were wrong, and from which rank they come next."""
 
 from __future__ import annotations
 

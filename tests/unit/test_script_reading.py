@@ -132,7 +132,7 @@ def test_where_reading_ends_nobody_knows_what_is_set(tmp_path: Path) -> None:
 
 
 def test_what_the_script_does_has_its_order(tmp_path: Path) -> None:
-    """Who reads a variable when it is imported has read it before it is set."""
+    """A module that reads a variable when it is imported has read it before it is set."""
     text = "import first\nos.environ['X'] = '1'\nimport second\n"
     text += "os.environ['X'] = '2'\nos.environ['X'] = '1'\nimport third\n"
     one, two = Setting("X", "1"), Setting("X", "2")

@@ -1,4 +1,4 @@
-"""Who keeps the set-up logs of ranks that have left, and of which start of the job they are."""
+"""Which ranks keep the set-up logs of ranks that have left, and of which start of the job they are."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ controller dies in the middle of anything, nodes come. The controller's machine 
 know which part of which sharding they have, and whose.
 
 What must hold: no one is asked to get, or to reshard, what is not there; no one goes on in another sharding than the
-others; and the job is not lost while those who have taken steps have everything, live or in copies.
+others; and the job is not lost while those that have taken steps have everything, live or in copies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def part_of(rank: int, layout: Members) -> str:
 
 
 def copies_among(members: Members, rank: int) -> dict[int, str]:
-    """Of whom this one keeps copies, and of what."""
+    """Of which ranks this one keeps copies, and of what."""
     if len(members) == 1:
         return {}
     owner = members[ring_of(members, 1, 1).index(members.index(rank))]
@@ -314,7 +314,7 @@ class Job:
         return True
 
     def all_there(self) -> bool:
-        """Whether those who have taken steps have all of one sharding, live or in copies."""
+        """Whether those that have taken steps have all of one sharding, live or in copies."""
         told = [worker for worker in self.workers() if worker.resumed and not worker.joining]
 
         def there(rank: int, layout: Members, version: int) -> bool:

@@ -1,5 +1,5 @@
 """Jobs whose state is sharded among replicas of several ranks: what is refused, and histories of losses through the
-controller's machine, whose workers keep account of who has which part and whose copies."""
+controller's machine, whose workers keep account of which rank has which part and whose copies."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class ShardedWorld(ReplicaWorld):
             if owner not in after and self.kept.get(holder) != (owner, restore.version) and holder in self.living:
                 self.odd.append(f"what rank {owner} had is not with {holder}: {self.kept}")
             if owner not in after and holder not in after:
-                self.odd.append(f"what rank {owner} had is with {holder}, who is no member")
+                self.odd.append(f"what rank {owner} had is with {holder}, which is no member")
         self.ready[rank] = after
         reply.next_needs.extend(self.needs(rank, after))
 

@@ -1,4 +1,4 @@
-"""The snapshot process: what it holds for whom, for how long, and what it does when no process comes back."""
+"""The snapshot process: what it holds for which rank, for how long, and what it does when no process comes back."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def test_a_worker_says_what_it_has_written_of_each_shard(tmp_path: Path, monkeyp
 def test_a_rank_of_a_smaller_job_writes_under_the_number_that_the_controller_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replica 0, ranks 0 and 1, has left: rank 3 is counted as the second one in the groups, and is rank 3 for who asks
-    for what it has written."""
+    """Replica 0, ranks 0 and 1, has left: rank 3 is counted as the second one in the groups, and is rank 3 for what
+    asks for what it has written."""
     monkeypatch.setenv(STAGING_ENV, str(tmp_path))
     source, parts = shard("rows", 0, 2, 0, whole())
     own_staging = object.__new__(RankStaging)

@@ -1,4 +1,4 @@
-"""State of the old layout goes from agent to agent: all that was asked for, to those who belong to the job only."""
+"""State of the old layout goes from agent to agent: all that was asked for, to those that belong to the job only."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_next_try_does_not_wait_for_a_node_that_is_lost(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ranges", [[], [(0, 8)]])
 def test_nothing_comes_after_it_has_been_dropped(ranges: Sequence[tuple[int, int]], tmp_path: Path) -> None:
-    """Who had asked may have died: no process would ever remove it."""
+    """The agent that had asked may have died: no process would ever remove it."""
 
     async def use(peer: str, root: Path) -> None:
         transfer = StagingTransfer(tmp_path / "here", ACCESS)

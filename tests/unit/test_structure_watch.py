@@ -477,7 +477,7 @@ def test_what_happens_to_parameters_within_a_step_is_seen_at_its_end() -> None:
 
 @pytest.mark.parametrize("first", ["mark", "capture"])
 def test_a_module_in_the_place_of_another_is_captured(first: str) -> None:
-    """No matter who looks first: a change is not used up."""
+    """No matter what looks first: a change is not used up."""
     model = small()
     tracker = ModeTracker(model)
     tracker.mark(), tracker.capture()

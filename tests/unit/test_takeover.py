@@ -148,7 +148,7 @@ def of_generation(register: pb.Register, generation: int) -> pb.Register:
 
 @pytest.mark.parametrize("first", ["newer", "older"])
 def test_ranks_that_train_in_different_generations_are_brought_together(first: str) -> None:
-    """One node has not heard of the last recovery. The newest generation counts, no matter who comes first."""
+    """One node has not heard of the last recovery. The newest generation counts, no matter which comes first."""
     machine = controller()
     registers = [of_generation(found("a", 0, 1), 3), of_generation(found("b", 2, 3), 2)]
     for register in registers if first == "newer" else reversed(registers):
@@ -405,7 +405,8 @@ def test_before_the_first_step_everything_is_started_again() -> None:
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_after_a_recovery_nothing_begins_from_zero_though_nobody_who_is_left_has_trained(checkpoint: bool) -> None:
-    """They came into an elastic job, or took ranks over; who had the state was lost with the controller before."""
+    """They came into an elastic job, or took ranks over; the ranks that had the state were lost with the controller
+    before."""
     machine = controller()
     register = starting(found("b", 2, 3))
     register.attempt = register.generation - 1

@@ -148,7 +148,7 @@ def test_it_dies_and_is_not_replaced(said: str) -> None:
 
 
 def test_a_new_controller_of_a_job_without_a_rank_table_keeps_copies_on_another_node() -> None:
-    """The first one was lost in the start, before agents had been told who keeps whose copies."""
+    """The first one was lost in the start, before agents had been told which rank keeps whose copies."""
     world = World(2, nnodes=2, controller="h:1")
     for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
         workers = [pb.WorkerState(rank=rank, pid=rank + 1) for rank in ranks]

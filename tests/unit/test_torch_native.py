@@ -402,7 +402,8 @@ def test_what_a_script_takes_out_of_the_model_later_is_named_where_it_still_is()
 
 
 def test_a_watched_model_is_copied_and_saved_like_any_other() -> None:
-    """As by who keeps the best one so far. What comes of it is watched by no one, and needs nothing of ours."""
+    """As by a script that keeps the best one so far. What comes of it is watched by no one, and needs nothing of
+    ours."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     optimizer = SGD(model.parameters(), lr=0.1)
     adapter, recorder = adapter_for(model, [optimizer]), Recorder()

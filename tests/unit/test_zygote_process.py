@@ -350,7 +350,7 @@ def test_without_another_one_there_is_no_child() -> None:
 
 
 def test_the_end_while_it_is_asked(caplog: pytest.LogCaptureFixture) -> None:
-    """Who waits is told at once, and no other process is: the end of a zygote is wanted then."""
+    """What waits is told at once, and no other process is: the end of a zygote is wanted then."""
 
     async def body() -> None:
         it, other = Scripted(), Scripted()

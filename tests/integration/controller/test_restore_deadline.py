@@ -1,4 +1,4 @@
-"""A transfer that does not come to its end: only who is to blame is replaced."""
+"""A transfer that does not come to its end: only the rank that is to blame is replaced."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_death_during_a_command(state: str, tmp_path: Path, resized: Callable[
     assert command(running, 3, AT) == ""
     job = running.wait()
     check_fired(job)
-    # Who dies before the decision leaves instead of the last one; after it, it leaves as well.
+    # A rank that dies before the decision leaves instead of the last one; after it, it leaves as well.
     check_ends_as_resized(job, resized, [1] if state == "quiescing" else [1, 3])
 
 

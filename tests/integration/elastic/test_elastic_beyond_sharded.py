@@ -1,6 +1,6 @@
 """Elastic jobs whose state is sharded among the ranks (FSDP2, ZeRO-1 to 3) grow beyond their launch: as a job that was
 resized by command at the same steps, bit for bit, which goes on as a job that was started in that size from that step's
-state. And who dies on the way in, or afterwards, takes nothing with it."""
+state. And a rank that dies on the way in, or afterwards, takes nothing with it."""
 
 from __future__ import annotations
 

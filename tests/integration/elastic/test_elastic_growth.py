@@ -202,7 +202,7 @@ def test_one_that_is_killed_as_soon_as_it_has_its_rank(tmp_path: Path, resized: 
 @pytest.mark.parametrize("state", often(("regrouping", "restoring", "verifying"), ()))
 def test_the_joining_process_dies_while_it_comes_in(state: str, tmp_path: Path, resized: Resized) -> None:
     """It has left again before it has taken a step."""
-    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
+    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # one that leaves by command does not come to this state
     running = start(tmp_path / "run", None, *long_flags(), inject=faults)
     running.wait_for_step(AT)
     assert command(running, 3) == ""
@@ -232,7 +232,7 @@ def test_a_member_dies_while_one_comes_in(victim: int, state: str, tmp_path: Pat
 
 @pytest.mark.parametrize("replace", often(("never", "auto"), ()))
 def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resized: Resized) -> None:
-    """An ordinary recovery; who is on the way comes in all the same."""
+    """An ordinary recovery; a rank that is on the way comes in all the same."""
     config = {"elastic": {"min": 2, "max": 4, "replace": replace}}
     running = start(tmp_path / "run", config, *long_flags(), inject=[f"rank=0,fault=sigkill,at=backward,step={AT + 6}"])
     running.wait_for_step(AT)

@@ -1,6 +1,6 @@
 """Elastic jobs whose state is sharded among the ranks (FSDP2, ZeRO-1 to 3) grow again: as a job that was resized by
 command at the same steps, bit for bit, which goes on as a job that was started in that size from that step's state. And
-who dies on the way in, or meanwhile, takes nothing with it."""
+a rank that dies on the way in, or meanwhile, takes nothing with it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_by_command_alone_and_again(kind: Kind, tmp_path: Path, resized: Resized
 
 @pytest.mark.grid
 def test_to_a_size_below_that_of_the_launch(tmp_path: Path, resized: Resized) -> None:
-    """4 -> 2 -> 3: who comes has its shards in neither size, and the next who comes finds three."""
+    """4 -> 2 -> 3: a rank that comes has its shards in neither size, and the next one finds three."""
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (0, 2)]
     running = FSDP2.start(tmp_path / "run", "--step-time", "250", inject=faults)
     running.wait_for("recovery_finished", 120)
@@ -110,7 +110,7 @@ STATES = ("regrouping", "restoring", "reshaping", "verifying", "resuming")
 @pytest.mark.parametrize("kind", ALSO_ZERO)
 def test_the_joining_process_dies_while_it_comes_in(kind: Kind, state: str, tmp_path: Path, resized: Resized) -> None:
     """It has left again before it has taken a step; what it had got others have."""
-    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
+    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # one that leaves by command does not come to this state
     running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
     shrunk_by_command(running)
     assert command(running, 4, BACK) == ""
@@ -144,8 +144,8 @@ def test_a_member_dies_while_one_comes_in(
 def test_one_that_dies_on_the_way_in_is_replaced(
     kind: Kind, victim: int, state: str, tmp_path: Path, resized: Resized
 ) -> None:
-    """A member, or who comes: where there is room it is filled again, in the old size or in the new one. A member's
-    replacement takes on the old sharding among three, in groups of four."""
+    """A member, or one that comes: where there is room it is filled again, in the old size or in the new one. A
+    member's replacement takes on the old sharding among three, in groups of four."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"] if victim == 3 else []
     running = kind.start(tmp_path / "run", *SLOWLY, config={"elastic": {"min": 2, "max": 4}}, inject=faults)
     shrunk_by_command(running)
@@ -175,7 +175,7 @@ def test_one_that_has_come_dies_and_is_replaced(tmp_path: Path, resized: Resized
 
 @pytest.mark.parametrize("replace", often(("never", "auto"), ()))
 def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resized: Resized) -> None:
-    """An ordinary recovery; who is on the way comes in all the same."""
+    """An ordinary recovery; a rank that is on the way comes in all the same."""
     config = {"elastic": {"min": 2, "max": 4, "replace": replace}}
     faults = [f"rank=0,fault=sigkill,at=backward,step={AT + 4}"]
     running = FSDP2.start(tmp_path / "run", *SLOWLY, config=config, inject=faults)

@@ -1,6 +1,6 @@
 """Elastic jobs with megatron-core grow again, with and without the distributed optimizer: as a job that was resized by
 command at the same steps, bit for bit, which goes on as a job that was started in that size from that step's state. And
-who dies on the way in takes nothing with it."""
+a rank that dies on the way in takes nothing with it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def let_in(running: RunningJob) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_joining_process_dies_on_its_way_in(kind: Kind, state: str, tmp_path: Path, resized: Resized) -> None:
     """It leaves again, and the others go on in the size that they had."""
-    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
+    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # one that leaves by command does not come to this state
     running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
     shrunk_by_command(running)
     let_in(running)

@@ -271,7 +271,7 @@ def test_a_checkpoint_of_megatrons(training: Training, tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ["between", "commit"])
 @pytest.mark.parametrize("training", LOADED, ids=str)
 def test_killed_in_a_checkpoint(training: Training, phase: str, tmp_path: Path) -> None:
-    """Those who stay write it again, and a job of as many goes on from it as they do."""
+    """Those that stay write it again, and a job of as many goes on from it as they do."""
     training = Training(f"{training}-saved", training.flags, saves=6)
     job = _saving(training, tmp_path, "run", f"rank=1,fault=sigkill,at={phase},step={training.call('exit', 5)}")
     check_steps_alike(job, _loading(training, tmp_path, 3), 6, training.iterations, 3)

@@ -56,7 +56,7 @@ def test_killed_and_back(training: Training, victim: int, tmp_path: Path) -> Non
 def test_a_joining_process_dies_on_its_way_in(training: Training, state: str, tmp_path: Path) -> None:
     """It leaves again, and the others go on in the size that they had."""
     how = way(training)
-    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
+    faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # one that leaves by command does not come to this state
     running = how.begin(tmp_path / "run", config=how.config(replace="never"), inject=faults)
     running.wait_for("job_started", WAIT_S)
     assert command(running, 3, AT) == ""

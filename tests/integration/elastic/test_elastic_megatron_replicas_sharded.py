@@ -135,7 +135,7 @@ def test_one_of_two(training: str, phase: str, victim: int, tmp_path: Path, resi
 @pytest.mark.parametrize("phase", ("backward", "optimizer", "commit"))
 @pytest.mark.parametrize("training", MAIN)
 def test_one_of_three(training: str, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
-    """Two are left, among whom the state is sharded again."""
+    """Two are left, among which the state is sharded again."""
     faults = (f"rank={victim},fault=sigkill,at={phase},step={AT}",)
     job = launch(tmp_path / "run", training, replicas=3, faults=faults).wait(TIMEOUT_S)
     check_fired(job)
@@ -157,7 +157,7 @@ STATES = ("quiescing", "regrouping", "restoring", "reshaping", "verifying", "res
 @pytest.mark.parametrize("training", MAIN)
 def test_a_second_death_during_the_change(training: str, state: str, tmp_path: Path, resized: Resized) -> None:
     """Of four replicas the second one leaves, and a rank of the last one dies meanwhile, which does not keep copies of
-    the first loser's, nor the other way round: of everything there is a copy with those who stay."""
+    the first loser's, nor the other way round: of everything there is a copy with those that stay."""
     faults = (f"rank=2,fault=sigkill,at=backward,step={AT}", f"rank=7,fault=sigkill,at=recovery:{state}")
     lost = (2, 7)
     if training.startswith("pp"):
@@ -229,7 +229,7 @@ def test_killed_and_back(
 @pytest.mark.parametrize("training", MAIN)
 def test_a_joining_process_dies_on_its_way_in(training: str, state: str, tmp_path: Path, resized: Resized) -> None:
     """Its replica leaves again, and the others go on in the size that they had."""
-    faults = (f"rank=5,fault=sigkill,at=recovery:{state}",)  # who leaves by command does not come to this state
+    faults = (f"rank=5,fault=sigkill,at=recovery:{state}",)  # one that leaves by command does not come to this state
     config = {"elastic": {"min": 1, "max": 3, "replace": "never"}}
     running = launch(tmp_path / "run", training, *SLOWLY, replicas=3, config=config, faults=faults)
     running.wait_for("job_started", TIMEOUT_S)

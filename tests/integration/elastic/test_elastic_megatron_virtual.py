@@ -66,7 +66,7 @@ def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -
 @pytest.mark.parametrize("victim", (0, 3, 5))
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_one_of_three(training: Training, victim: int, tmp_path: Path, resized: Resized) -> None:
-    """Two are left, among whom the state is sharded again."""
+    """Two are left, among which the state is sharded again."""
     check_killed(training, [victim], "backward", tmp_path / "run", resized)
 
 

@@ -63,7 +63,7 @@ def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, r
 
 
 def check_from_device_to_device(job: Job) -> None:
-    """Who has come was restored so: what it lacked is equal on all ranks."""
+    """A rank that has come was restored so: what it lacked is equal on all ranks."""
     (grown,) = [e for e in job.of("recovery_finished") if e["cause"] == "resize" and not e["left"]]
     assert grown["device_bytes"] > 0, grown
 

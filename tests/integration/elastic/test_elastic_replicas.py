@@ -227,7 +227,7 @@ def test_a_replica_of_which_one_dies_does_not_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", [0, 5])
 def test_one_dies_while_a_replica_comes_in(victim: int, state: str, tmp_path: Path) -> None:
     """A member, or one that comes: its replica leaves."""
-    faults = [f"rank=5,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
+    faults = [f"rank=5,fault=sigkill,at=recovery:{state}"]  # one that leaves by command does not come to this state
     inject_first = faults if victim == 5 else []
     running = start(
         tmp_path / "run", "--step-time", "150", replicas=3, config=never(3), inject=inject_first, steps=LONG

@@ -281,7 +281,7 @@ def _hook_and_counters(rank: int, size: int, store: dist.Store) -> None:
     assert op is not None and (op.group, op.op, op.sequence) == ("0", "recv", 4)
     assert 0 <= time.monotonic() - op.since < 5
     store.set(f"receiving {rank}", "")
-    if rank == 1:  # who abandons first closes the connection of the other one's receive, which fails of that
+    if rank == 1:  # a rank that abandons first closes the connection of the other one's receive, which fails of that
         store.wait(["abandoned"])
         return
     store.wait(["receiving 1"])

@@ -36,7 +36,8 @@ ENDINGS = {
         for g in range(3):
             groups.abandon('end'); groups.drain(5); groups.detach_all(); groups.attach(store, g, 20)
             store.set(f"attached {g} {rank}", "")
-            store.wait([f"attached {g} {1 - rank}"])  # who abandons closes connections that a peer may be making
+            store.wait([f"attached {g} {1 - rank}"])  # a rank that abandons closes connections that a peer may be
+            making
         dist.all_reduce(t)
         """,
     "an error": "dist.all_reduce(t); sys.exit(0 if rank else 'on purpose')",
@@ -176,7 +177,7 @@ def _dead_peer_in_attach(rank: int, size: int, store: dist.Store) -> None:
     """A peer that has published its address and died: connecting blocks, and can be abandoned."""
     groups.install(control_group=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
-    dist.barrier()  # who abandons closes connections that a peer may be making
+    dist.barrier()  # a rank that abandons closes connections that a peer may be making
     groups.abandon("x")
     groups.drain(5.0)
     groups.detach_all()

@@ -117,7 +117,7 @@ class Heard:
 
 
 class Recorder(threading.Thread):
-    """Hands everything on between who dials it and ``port``; keeps it before it does."""
+    """Passes everything on between what dials it and ``port``; keeps it before it does."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -243,7 +243,7 @@ def test_who_listens_in_a_ranks_place_gets_a_random_number_only(how: str) -> Non
 
 
 def _other_way(both: Pair, tag: int) -> None:
-    """Rank 1 to rank 0: what rank 0 has met as it dialled does not matter to who dials it."""
+    """Rank 1 to rank 0: what rank 0 has met as it dialled does not matter to what dials it."""
     work = both.ranks[1].send([tensor_of(CONTENT)], 0, tag)
     got = torch.zeros(len(CONTENT), dtype=torch.uint8)
     both.ranks[0].recv([got], 1, tag).wait()
@@ -335,7 +335,7 @@ def test_a_wrong_proof_closes_its_connection_only(capfd: pytest.CaptureFixture[s
 
 
 def test_a_right_proof_opens_once_and_for_its_stream_only() -> None:
-    """Who knows the secret is the rank that it says; what it has proven is no proof on another connection."""
+    """What knows the secret is the rank that it says; what it has proven is no proof on another connection."""
     with pair() as both:
         secret, port = both.entry(1)
         with dial(port) as connection:

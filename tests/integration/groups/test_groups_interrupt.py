@@ -45,7 +45,8 @@ def _again(store: dist.Store, generation: int) -> None:
 
 
 def _all_connected(store: dist.Store, generation: int, size: int) -> None:
-    """Who abandons its groups closes connections that a peer may still be making: its groups would not be made."""
+    """A rank that abandons its groups closes connections that a peer may still be making: its groups would not be
+    made."""
     if store.add(f"connected {generation}", 1) == size:
         store.set(f"all connected {generation}", "")
     store.wait([f"all connected {generation}"])

@@ -35,7 +35,7 @@ def _group(rank: int, size: int, store: dist.Store) -> dist.ProcessGroup:
 
 
 def _together(store: dist.Store, rank: int, size: int) -> None:
-    """Who abandons its groups closes connections that a peer may still be making."""
+    """A rank that abandons its groups closes connections that a peer may still be making."""
     store.set(f"connected {rank}", "")
     store.wait([f"connected {r}" for r in range(size)])
 
@@ -154,7 +154,7 @@ def test_wrong_use_is_told() -> None:
 
 
 def _waits(rank: int, size: int, store: dist.Store) -> None:
-    """Rank 0 waits in each place where one can wait for rank 1, who does nothing; then both recover."""
+    """Rank 0 waits in each place where one can wait for rank 1, which does nothing; then both recover."""
     group = _group(rank, size, store)
     much = torch.ones(16 * MANY, dtype=torch.uint8)
 

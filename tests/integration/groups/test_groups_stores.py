@@ -70,7 +70,7 @@ def _init(rank: int, size: int, store: dist.Store) -> list[dist.ProcessGroup]:
     groups.install()
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
     mine = [g for g in (dist.new_group(ranks) for ranks in SETS) if g is not dist.GroupMember.NON_GROUP_MEMBER]
-    store.set(f"made {rank}", "")  # who abandons its groups closes connections that a peer may still be making
+    store.set(f"made {rank}", "")  # a rank that abandons its groups closes connections that a peer may still be making
     store.wait([f"made {r}" for r in range(size)])
     return mine
 

@@ -78,7 +78,7 @@ def _attach(store: Any, generation: int) -> None:
 
 
 def _together(store: Any, key: str, rank: int, size: int) -> None:
-    """Who abandons its groups closes connections that a peer may still be making."""
+    """A rank that abandons its groups closes connections that a peer may still be making."""
     store.set(f"{key} {rank}", "")
     store.wait([f"{key} {r}" for r in range(size)])
 

@@ -198,8 +198,8 @@ def test_a_node_returns(kind: Kind, how: str, two_hosts: Network, tmp_path: Path
 def test_down_to_one_and_back(
     kind: Kind, order: tuple[int, ...], four_hosts: Network, tmp_path: Path, resized: Resized
 ) -> None:
-    """One node after the other is lost, and then all come back. Who was lost last was kept in mind by nodes that had
-    been lost before; or who was lost first by nodes that were lost after it."""
+    """One node after the other is lost, and then all come back. The one that was lost last was kept in mind by nodes
+    that had been lost before; or the one that was lost first by nodes that were lost after it."""
     first, *others = four_hosts.hosts
     job = launch(four_hosts, tmp_path, kind, per_node=1, steps=130, elastic=NEVER_GROWS)
     job.wait_for_step(5)

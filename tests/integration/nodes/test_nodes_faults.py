@@ -160,8 +160,8 @@ def test_a_controller_that_comes_back_decides_nothing(net: Network, tmp_path: Pa
 def test_a_controller_that_comes_back_amid_an_election_does_not_take_its_term(
     net: Network, tmp_path: Path, reference: References
 ) -> None:
-    """An elector has voted, and whom it has elected stands still before it can say that it leads. The first one hears
-    of the promise, and what its electors had sent to it before they voted."""
+    """An elector has voted, and the node that it has elected stands still before it can say that it leads. The first
+    one hears of the promise, and what its electors had sent to it before they voted."""
     job = NodesJob(net.part(3), tmp_path / "run", DDP, steps=STEPS)
     first, second, spare = net.hosts[:3]
     job.wait_for_step(KILL_AFTER)

@@ -1,4 +1,5 @@
-"""All who have heard of a generation lose power at once, and a node that was cut off is there: no number is used twice.
+"""All that have heard of a generation lose power at once, and a node that was cut off is there: no number is used
+twice.
 
 The hosts are network namespaces, and share the run directory.
 """

@@ -154,7 +154,7 @@ def test_nodes_leave_and_return(four_hosts: Network, tmp_path: Path) -> None:
 
 def test_nodes_leave_and_return_with_a_spare_one(four_hosts: Network, tmp_path: Path) -> None:
     """The same where three of the four nodes hold ranks: one that is lost is replaced by the spare one, of two only one
-    is, and the job shrinks. Who returns is spare, or has the job grow."""
+    is, and the job shrinks. A node that returns is spare, or has the job grow."""
     pick = random.Random(11)
     job = job_on(four_hosts, tmp_path / "run", 3, steps=1_000_000, spare=1)
     job.wait_for_step(5)

@@ -1,4 +1,5 @@
-"""Agents that speak to the controller through others: what is lost and found does not depend on who carries whom.
+"""Agents that speak to the controller through others: what is lost and found does not depend on which of them carries
+which.
 
 Four hosts of which two may speak to the controller themselves: the first, which has it and carries no one, and another
 one, which carries the other two.

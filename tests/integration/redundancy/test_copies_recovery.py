@@ -302,7 +302,7 @@ class Job:
             mine: list[DecodeOrder] = [order for order in orders if rank in order.ranks]
             self.pipes[rank].send(("restore", self.generation, cut.version, transfers, local, mine))
         waiting = {self.pipes[rank]: rank for rank in range(WORLD)}
-        while waiting:  # who refuses says so at once; others may wait for it until they are asked to stop
+        while waiting:  # a rank that refuses says so at once; others may wait for it until they are asked to stop
             ready = multiprocessing.connection.wait(list(waiting), 40)
             assert ready, f"ranks {sorted(waiting.values())} have not been restored"
             for pipe in ready:

@@ -117,7 +117,7 @@ def test_a_second_death_when_a_replica_has_just_left(training: Training, state: 
 def test_a_death_in_the_new_layout_before_its_first_step(
     training: Training, state: str, tmp_path: Path, saved: Saved
 ) -> None:
-    """No replica is left out there: all begin again, from what is in memory, in a layout of those who are left."""
+    """No replica is left out there: all begin again, from what is in memory, in a layout of those that are left."""
     config = never(training, least=2)
     running = training.start(tmp_path / "run", config=config, inject=[kill(training, 1, "backward", FIRST)])
     running.wait_for("job_replanned", TIMEOUT_S)

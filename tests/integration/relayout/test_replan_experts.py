@@ -1,7 +1,7 @@
 """A megatron-core job with MoE layers, expert or context parallelism that goes on in another parallel layout: from its
 step on it is, bit for bit, a job that megatron-core alone has started in that layout from that step's state.
 
-Experts are known by their number in the whole layer, no matter who has them. Without expert parallelism they are
+Experts are known by their number in the whole layer, no matter which rank has them. Without expert parallelism they are
 stepped on by the optimizer of all parameters, with it by one of their own."""
 
 from __future__ import annotations

@@ -439,7 +439,7 @@ def test_an_abort_in_the_middle_never_gives_a_digest_that_agrees() -> None:
             assert not report.mismatched
             if rank == 1:
                 assert report.bytes_on_device == 60 * PACK and shards["big"].content["x"].sum() == 15 * PACK
-            dist.barrier()  # who has sent abandons its groups no sooner than they have been received
+            dist.barrier()  # a rank that has sent abandons its groups no sooner than they have been received
 
     begin = groups.DeviceGroup.start
     run_ranks(2, body, deadline_s=120)

@@ -84,7 +84,8 @@ def share(path: Path, *flags: str, **more: Any) -> Job:
 @pytest.mark.grid
 @pytest.mark.parametrize("rank", [0, 1])
 def test_memory_that_the_ranks_of_a_node_share(rank: int, tmp_path: Path) -> None:
-    """docs/recipes.md. Who waits for the other ranks in a collective is answered, and finds the dead one's memory."""
+    """docs/recipes.md. A rank that waits for the other ranks in a collective is answered, and finds the dead one's
+    memory."""
     reference = share(tmp_path / "reference", "--by", "barrier")
     job = share(tmp_path / "run", "--by", "barrier", inject=[f"rank={rank},fault=sigkill,at=backward,step=3"])
     check_same(job, reference)

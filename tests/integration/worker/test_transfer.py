@@ -269,7 +269,8 @@ def test_a_rank_that_is_killed_while_memory_is_read_raises_at_the_other(tmp_path
 
 
 def _managed(rank: int, world: int, folder: Path) -> dist.ProcessGroup:
-    """The control group, when all ranks have made theirs: who gives up closes connections that a peer may be making."""
+    """The control group, when all ranks have made theirs: one that gives up closes connections that a peer may be
+    making."""
     groups.install()
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

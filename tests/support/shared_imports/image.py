@@ -1,4 +1,4 @@
-"""The interpreter that has imported torch. `python -u image.py FD ROOM MODULE...`: FD is the socket of the one who
+"""The interpreter that has imported torch. `python -u image.py FD ROOM MODULE...`: FD is the socket of the one that
 asks; MODULE: what else it is to import.
 
 For each request it makes a child of its *parent* (CLONE_PARENT), so that a test has its job as its own child. The

@@ -95,10 +95,10 @@ MUTANTS = (
     Mutant(
         "not-sealed-late",
         SEALING,
-        "            self._write(version, self._at_end, early=False)\n",
+        "            self._write(version, shown.at_end, early=False)\n",
         "            pass\n",
     ),
-    Mutant("late-is-finished", SEALING, "        if self._written == self._at_end:", "        if True:"),
+    Mutant("late-is-finished", SEALING, "        if self._written == shown.at_end:", "        if True:"),
     Mutant("published-though-stopped", LOOP, "self._published = not gate.stopped", "self._published = True"),
     Mutant("touched-is-not-kept", LOOP, "        if habits.touched or not habits.known:\n", "        if False:\n"),
     Mutant("not-copied", LOOP, "        self.copies.start(version)\n", ""),

@@ -137,7 +137,7 @@ def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
     for rank, (source, parts) in enumerate(made):
         write(tmp_path, rank, 1, [source], {source.name: parts}, b"c")
     number = LogicalPart("optimizer.state.step", (), Box((), ()), 0)
-    with pytest.raises(RestoreError, match=r"'optimizer\.state\.step' is not the same of all parameters"):
+    with pytest.raises(RestoreError, match=r"'optimizer\.state\.step' differs between parameters"):
         StagedFiles(tmp_path, [0, 1], 1).fill([Wanted(torch.zeros(()), (number,))])
 
 
@@ -190,7 +190,7 @@ def test_padding_may_be_another_one(tmp_path: Path) -> None:
 
 def test_what_is_not_known_is_not_written(tmp_path: Path) -> None:
     source, parts = shard("rows", 0, 1, 0, whole())
-    with pytest.raises(RestoreError, match="of what it is in another layout is not known"):
+    with pytest.raises(RestoreError, match="which part of the model it is in another layout is not known"):
         write(tmp_path, 0, 1, [source], {}, b"")
     plain = ShardSource(source.name, ShardSpec(source.spec.tensors, {"plain": {"state/count": 3}}), source.tensors)
     with pytest.raises(RestoreError, match=r"optimizer state \['state/count'\]"):

@@ -194,7 +194,7 @@ class TorchAdapter(InspectableAdapter):
 
     def watch(self, hooks: StepHooks) -> None:
         if self._hooks is not None:
-            raise RegistrationError("this model is watched already")
+            raise RegistrationError(f"{self.name}: this adapter is registered already; register each model once")
         self._hooks = hooks
         self._setters = Setters(self._setting())
         for module in self.entry_modules():

@@ -227,7 +227,10 @@ class BufferTracker:
         names = set(changed) | set(digests)
         if names != set(self._tracked):
             difference = sorted(names ^ set(self._tracked))
-            raise RestoreError(f"the model's buffers differ from those of the failed process: {difference}")
+            raise RestoreError(
+                f"the model's buffers differ from those of the failed process: {difference}; build the same model in "
+                "every process"
+            )
         self.adopt_silent(state.get("silent", ()))
         self._refresh(self._tracked.values(), closely=True)
         if not state.get("sure"):

@@ -260,7 +260,9 @@ def restore_flags(root: FSDPModule, flags: dict[str, Any]) -> None:
     """Raises RestoreError if ``flags`` are those of another model."""
     every = states(root)
     if len(flags["groups"]) != sum(1 for _ in groups(root)) or len(flags["kept"]) not in (0, len(every)):
-        raise RestoreError("fully_shard was applied to other modules than in the failed process")
+        raise RestoreError(
+            "fully_shard was applied to other modules than in the failed process: apply it alike in every process"
+        )
     for state in every:
         state._state_ctx.is_last_backward = flags["last_backward"]
     for group, values in zip(groups(root), flags["groups"], strict=True):

@@ -126,7 +126,8 @@ class ModeTracker:
             )
         if state["modules"] != len(self._modules):
             raise RestoreError(
-                f"the model has {len(self._modules)} modules, that of the failed process had {state['modules']}"
+                f"the model has {len(self._modules)} modules, that of the failed process had {state['modules']}: "
+                "build the same model in every process"
             )
         evaluating = frozenset(state["eval"])
         for index, module in enumerate(self._modules):
@@ -250,7 +251,10 @@ class AttributeTracker:
         for place in sorted(state.keys() - self._known):
             name, _, key = place.rpartition(".")
             if name not in self._modules:
-                raise RestoreError(f"the model has no module {name!r}, that of the failed process had")
+                raise RestoreError(
+                    f"the model has no module {name!r}, that of the failed process had: build the same model in "
+                    "every process"
+                )
             self._add(name, key)
         for (place, attributes, key), now, then in zip(self._places, self.mark(), self._start, strict=True):
             if place in state:

@@ -73,7 +73,10 @@ def check_state(optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tens
         kind = type(optimizer).__name__
         for parameter, state in optimizer.state.items():
             if id(parameter) not in known:
-                raise UnsupportedError(f"{kind} keeps state that belongs to no parameter of the model")
+                raise UnsupportedError(
+                    f"{kind} keeps state that belongs to no parameter of the model: register the model with all that "
+                    "it steps on"
+                )
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     refuse_odd(value, f"{kind} state {key!r}")
@@ -165,7 +168,7 @@ def restore_hyperparameters(optimizers: Sequence[Optimizer], saved: Sequence[Seq
         RestoreError: another number of optimizers or groups.
     """
     if len(saved) != len(optimizers):
-        raise RestoreError(f"{len(saved)} optimizers were saved, {len(optimizers)} are registered")
+        raise RestoreError(f"{len(optimizers)} optimizers are registered, and {len(saved)} were in the failed process")
     for index, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
         if len(groups) != len(optimizer.param_groups):
             raise RestoreError(

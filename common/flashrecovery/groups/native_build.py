@@ -167,7 +167,10 @@ def _compile(extension: Extension, target: Path, progress: Callable[[str], None]
             )
         os.replace(scratch, target)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"compiling the {extension.what} took over {_COMPILE_SECONDS} s") from error
+        raise BuildError(
+            f"compiling the {extension.what} took over {_COMPILE_SECONDS} s: build it first with "
+            "`flashrecovery doctor --build`"
+        ) from error
     finally:
         scratch.unlink(missing_ok=True)
     progress(f"compiled in {time.monotonic() - began:.0f} s: {target}")

@@ -28,8 +28,8 @@ def refuse_partial(shape: ReplicaShape) -> None:
             ranks = ", ".join(map(str, group.launched))
             raise UnsupportedError(
                 f"an elastic job with a process group of {group.size} of its {shape.world} ranks ({group.name!r}: "
-                f"ranks {ranks}), which has {shape.text}: who belongs to it in another size is not known; groups of "
-                "all ranks are allowed, of ranks of one replica, and of the same places in every replica"
+                f"ranks {ranks}), which has {shape.text}: which of them belong to it in another size is not known; "
+                "groups of all ranks are allowed, of ranks of one replica, and of the same places in every replica"
             )
 
 

@@ -257,7 +257,9 @@ class Calls:
         if version in self._recent:
             return self._recent[version]
         if version >= len(self._kinds):
-            raise RegistrationError(f"call {version} of {len(self._kinds)} is to be repeated")
+            raise RegistrationError(
+                f"call {version} is to be repeated, and this process has made only {len(self._kinds)}"
+            )
         if self._placed:
             raise RegistrationError(
                 f"call {version} is to be repeated, and it came before the oldest checkpoint that there was "

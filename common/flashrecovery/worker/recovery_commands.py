@@ -251,7 +251,9 @@ class RecoveryExecutor:
         groups.detach_all()
         if not report.quiet:
             # What is left might still write into what this rank restores.
-            raise DrainError(f"after {drain_s:g} s (timeouts.drain_s): {report}")
+            raise DrainError(
+                f"operations have not ended {drain_s:g} s after they were abandoned (timeouts.drain_s): {report}"
+            )
         if worker.gate.live >= 0 and self._loop.touched:
             worker.gate.torn()
         placed = -1
@@ -306,7 +308,7 @@ class RecoveryExecutor:
     def _own_staging(self) -> RankStaging:
         """Raises RestoreError."""
         if self._worker.own_staging is None:
-            raise RestoreError("this rank's job cannot change its parallelism")
+            raise RestoreError("the parallelism of this job cannot change: it was launched without --parallelism")
         return self._worker.own_staging
 
     def _regroup(self, command: pb.Command) -> None:

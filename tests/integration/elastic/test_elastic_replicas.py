@@ -267,7 +267,7 @@ def test_the_only_replica_cannot_lose_a_rank(tmp_path: Path) -> None:
 
 REFUSED = {
     "order": "are data-parallel peers: replicas are known where",
-    "pairs": "who belongs to it in another size is not known",
+    "pairs": "which of them belong to it in another size is not known",
     "one-sided": "the process groups of ranks at the same place in their replicas differ",
 }
 

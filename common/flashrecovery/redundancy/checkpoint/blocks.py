@@ -144,7 +144,7 @@ class StoredTensors:
         try:
             place = self._place(key)
             if place.nbytes != total or len(known) != -(-total // BLOCK) * _DIGEST_BYTES:
-                raise ValueError(f"{place.nbytes} bytes, and {total} are needed")
+                raise ValueError(f"{key!r} has {place.nbytes} bytes, and {total} are needed")
             with place.file.open("rb") as file:
                 file.seek(place.start + low)
                 data = bytearray(high - low)

@@ -71,7 +71,10 @@ def load(
         return PlainState(None, first.common)
     if first.ranks != world:
         if not elastic or form is not None:
-            raise RestoreError(f"checkpoint {path} was written by {first.ranks} ranks, this job has {world}")
+            raise RestoreError(
+                f"checkpoint {path} was written by {first.ranks} ranks, this job has {world}: launch it with as "
+                "many, or as an elastic job (--elastic)"
+            )
         read = _load_resized(checkpoint, shards, first, rank, here)
         return replace(read, lent=_local_state_at(checkpoint, first, of.model_rank(rank))) if lend else read
     manifests = checkpoint.manifests(sorted({rank, *map(writer_of, shards)}))

@@ -75,7 +75,9 @@ def read_sharded(
         said = (manifest.version, manifest.ranks, manifest.shape, manifest.model_ranks, manifest.rules)
         if said != (first.version, first.ranks, first.shape, first.model_ranks, rules):
             ranks = f"{there.ranks[0]} and {there.ranks[writer]}"
-            raise RestoreError(f"checkpoint {path}: ranks {ranks} say different things of how it is sharded")
+            raise RestoreError(
+                f"checkpoint {path}: ranks {ranks} disagree on how it is sharded: its files are not all of one job"
+            )
     into = _allocated(path, shards, rules, manifests, there.size, place, size)
     by_name = {rule.name: rule for rule in rules}
     mine = {rule.name: rule.parts(place, size) for rule in rules}
@@ -209,7 +211,7 @@ def _spec(
         )
         encoded = encode_spec(here)
         if spec.tensors.keys() != here.tensors.keys() or (known is not None and known[0] != encoded):
-            raise RestoreError(f"checkpoint {path}: the ranks that wrote it say different things of {rules[0].shard!r}")
+            raise RestoreError(f"checkpoint {path}: the ranks that wrote it disagree on {rules[0].shard!r}")
         known = encoded, here
     if known is None:
         raise RestoreError(f"checkpoint {path}: no rank has written {rules[0].shard!r}")

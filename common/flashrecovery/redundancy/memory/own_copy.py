@@ -340,7 +340,7 @@ class PreStepCopy:
         for slot in self._slots.values():
             if slot.version == version and shard in slot.layout.payload:
                 return ShardSource(shard, *slot.content(shard))
-        raise RestoreError(f"no undo copy of shard {shard!r} at version {version}; held: {self.versions()}")
+        raise RestoreError(f"no pre-step copy of shard {shard!r} at version {version}; held: {self.versions()}")
 
     def restore(self, version: int, shard: Shard) -> None:
         """Write the copy back into the live tensors. Raises RestoreError if it is not held."""

@@ -134,7 +134,9 @@ def write(
         for source in sources:
             parts = described.get(source.name)
             if parts is None:
-                raise RestoreError(f"shard {source.name!r}: of what it is in another layout is not known")
+                raise RestoreError(
+                    f"shard {source.name!r}: which part of the model it is in another layout is not known"
+                )
             plain = source.spec.values.get("plain")
             if plain:
                 raise RestoreError(f"shard {source.name!r} has optimizer state {sorted(plain)}: tensors are allowed")
@@ -339,7 +341,7 @@ class StagedFiles:
         there = self._of[name]
         (space,) = spaces({name: [(p, _itemsize(t)) for _, t, p in there]})
         if not space.shape and len({stored.digest for _, stored, _ in there}) > 1:
-            raise RestoreError(f"{name!r} is not the same of all parameters, and another layout has one for all")
+            raise RestoreError(f"{name!r} differs between parameters, and another layout has one for all of them")
         needed = fitted(part, space.shape)
         if needed is None:
             raise RestoreError(f"logical tensor {name!r} of shape {space.shape} has nothing of {part.box}")

@@ -248,7 +248,7 @@ def _target() -> Path:
 def _compile(target: Path) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise BuildError(f"no C++ compiler ({compiler!r} not found)")
+        raise BuildError(f"no C++ compiler ({compiler!r} not found): install g++, or set CXX")
     scratch = target.with_name(f"{target.name}.{os.getpid()}")
     said = ""
     try:
@@ -261,7 +261,10 @@ def _compile(target: Path) -> None:
                 return
             said = f"{' '.join(command)}\n{done.stderr[-4000:]}"
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"compiling the arithmetic of parity took over {_COMPILE_SECONDS} s") from error
+        raise BuildError(
+            f"compiling the arithmetic of parity took over {_COMPILE_SECONDS} s: start one job alone, which leaves it "
+            "built"
+        ) from error
     finally:
         scratch.unlink(missing_ok=True)
     raise BuildError(f"compiling the arithmetic of parity failed\n{said}")

@@ -221,7 +221,8 @@ class Source:
             restore_rng(start["rng"])
         if len(generators) != len(states):
             raise DataSourceError(
-                f"the {self.name} has {len(generators)} random generators, {len(states)} were captured"
+                f"the {self.name} has {len(generators)} random generators, that of the failed process had "
+                f"{len(states)}: make the same ones in every process"
             )
         for generator, state in zip(generators, states, strict=True):
             generator.load_state_dict(state)
@@ -330,7 +331,10 @@ class Source:
     def load(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state` gave. Raises DataSourceError if the source is not stateful here."""
         if not self._stateful:
-            raise DataSourceError(f"the data source was stateful, the {self.name} of this process is not")
+            raise DataSourceError(
+                f"the data source was stateful, the {self.name} of this process is not: give recovery.data() the "
+                "same kind of loader in every process"
+            )
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
 
     def load_unread(self, state: dict[str, Any]) -> None:

@@ -809,7 +809,10 @@ class ScriptLoop:
             known = dict(kept)
             if wanted < reached and wanted not in known:
                 if isinstance(iterable, Iterator):
-                    raise RegistrationError(f"{self.place}: this loop cannot go back to its round {wanted}")
+                    raise RegistrationError(
+                        f"{self.place}: this loop cannot go back to its round {wanted}, as it runs over an iterator; "
+                        "let it run over something that restarts with `iter()`"
+                    )
                 source, reached = iter(iterable), -1
             if wanted in known:
                 element = known[wanted]

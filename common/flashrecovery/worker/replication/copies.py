@@ -471,7 +471,7 @@ class Copies:
         """Raises RestoreError if this rank has no own copy of this shard."""
         found = self._own.source(self._own_copy, shard, version) or self._snapshots.source(shard, version)
         if found is None:
-            raise RestoreError(f"no own copy of {shard!r} at version {version}")
+            raise RestoreError(f"rank {self._registry.rank} has no pre-step copy of {shard!r} at version {version}")
         return found
 
     def source(self, kind: str, shard: str, version: int) -> ShardSource:
@@ -480,7 +480,7 @@ class Copies:
             return self._own_source(shard, version)
         if kind in (Kind.COPY, Kind.PARITY) and self._peers is not None:
             return self._peers.source(shard, version)
-        raise RestoreError(f"no {kind} of {shard!r} here")
+        raise RestoreError(f"rank {self._registry.rank} holds no {kind} of {shard!r} at version {version}")
 
 
 def _part_of_snapshot(registry: Registry) -> list[Shard]:

@@ -190,9 +190,9 @@ def _refuse_collectives_of_micro_batches(registry: Registry) -> None:
 def refuse_unequal(names: Sequence[str]) -> None:
     if names:
         raise UnsupportedError(
-            f"an elastic job in which {sorted({*names})} differ between the ranks, or are random generators: who gets "
-            "them in another size is not defined; registered objects that are equal on all ranks are allowed, and the "
-            "global random streams, which are seeded for each micro-batch"
+            f"an elastic job in which {sorted({*names})} differ between the ranks, or are random generators: which "
+            "rank gets them in another size is not defined; registered objects that are equal on all ranks are "
+            "allowed, and the global random streams, which are seeded for each micro-batch"
         )
 
 

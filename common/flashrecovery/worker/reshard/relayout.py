@@ -75,7 +75,9 @@ class RankStaging:
                 nodes' memory while the layout changes.
         """
         if STAGING_ENV not in os.environ:
-            raise UnsupportedError("another parallel layout without `flashrecovery run --parallelism`")
+            raise UnsupportedError(
+                "the parallel layout can change only in a job that is launched with `flashrecovery run --parallelism`"
+            )
         if single_calls:
             _check_calls(registry, settings)
         numbers = [number for number, adapter in enumerate(registry.adapters) if not roles.in_any_layout(adapter)]
@@ -114,7 +116,9 @@ class RankStaging:
         for name, plain in map(json.loads, all_equal.union(mine)):
             parts = ShardParts.from_plain(plain)
             if found.setdefault(name, parts) != parts:
-                raise UnsupportedError(f"another parallel layout: ranks say different things of shard {name!r}")
+                raise UnsupportedError(
+                    f"another parallel layout: ranks disagree on what shard {name!r} is in the whole model"
+                )
         return found
 
     def _gather_sharded(self) -> tuple[ShardedParts, ...]:

@@ -1012,7 +1012,7 @@ ROWS = (
             _out(
                 "26-the-scripts-flag-is-lost",
                 HELD,
-                "        if scripts is _NOT_SET:\n",
+                "        if held.scripts_flag is _NOT_SET:\n",
                 "        if True:\n",
                 f"{HELD_BACK}::test_a_step_that_overflows_anyway_is_none",
             ),

@@ -41,6 +41,7 @@ from flashrecovery.snapshot.files import LAST_CHECKPOINT
 from flashrecovery.util.clock import lease_clock
 
 if TYPE_CHECKING:
+    from flashrecovery.controller.machine import Machine
     from flashrecovery.observe.recorder import Recorder
 
 LOOPBACK = "127.0.0.1"
@@ -195,17 +196,22 @@ def _outcome(service: ControllerService, reason: str | None) -> tuple[int, str]:
     return (0, "") if finished else (1, service.machine.job.failure_reason or reason or "stopped")
 
 
+def recorder_of(machine: Machine, run_dir: RunDir) -> Recorder:
+    """What writes down the course of the job. An agent without a controller does not pay for the import."""
+    from flashrecovery.observe.recorder import Recorder
+
+    return Recorder(machine, run_dir)
+
+
 @asynccontextmanager
 async def controller(
     config: RunConfig, rendezvous: Rendezvous, run_dir: RunDir, agent: Agent | None, quorum: Quorum, home: Path
 ) -> AsyncIterator[tuple[ControllerService, str]]:
     """The controller, and where it listens (HOST:PORT). ``agent``: that of the same process. ``home``: the job's run
     directory, in which ``run_dir`` may be one of several."""
-    from flashrecovery.observe.recorder import Recorder  # an agent without a controller does not pay for it
-
     with closing(EventLog(run_dir.events_path)) as events:
         machine = new_machine(config, run_dir)
-        recorder = Recorder(machine, run_dir)
+        recorder = recorder_of(machine, run_dir)
         service = ControllerService(
             *(config, rendezvous.access, events, run_dir, quorum, marks_path(config.node_failure_log, home), home),
             machine=machine,

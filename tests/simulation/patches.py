@@ -358,6 +358,7 @@ def simulated() -> Iterator[None]:
         (job, "RunDir", _RunDir),
         (job, "EventLog", _EventLog),
         (job, "observed", _observed),
+        (job, "recorder_of", lambda *_: SimpleNamespace(course_json=str)),
         (job, "_on_signals", lambda *_: None),
         (job, "ControllerService", _Service),
         (job, "Agent", _Agent),

@@ -390,6 +390,7 @@ SINGLE: dict[str, str] = {
     "ShardLayout": "RuledShardLayout",
     "SideStream": "CudaStream",
     "Stream": "Link",
+    "StreamHold": "CudaHold",
     "Watched": "Agent",
 }
 """Interfaces with one implementation, and that one. Each says in its docstring why it is there all the same: what

@@ -44,7 +44,8 @@ class SideStream(Protocol):
 
 
 class StreamHold(Protocol):
-    """Holds back what is queued on a stream, until the host says whether it is to count.
+    """Holds back what is queued on a stream, until the host says whether it is to count. A protocol, as
+    :class:`Accelerator`.
 
     Attributes:
         flag: float32, no dimension, on the device. For what is queued behind :meth:`hold`: 1 if it is void, else 0.

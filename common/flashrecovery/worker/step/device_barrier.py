@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,6 +67,15 @@ def is_complete(optimizer: Optimizer) -> bool:
     return stateless or all(map(optimizer.state.get, _parameters(optimizer)))
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A step that is held back. ``scripts_flag``: the ``found_inf`` that the script had given its optimizer."""
+
+    hold: StreamHold
+    optimizer: Optimizer
+    scripts_flag: Any
+
+
 class DeviceBarrier:
     """Of the training thread.
 
@@ -79,13 +89,12 @@ class DeviceBarrier:
         self._tell = tell
         self._hold: StreamHold | None = None
         self._judged: weakref.WeakKeyDictionary[Optimizer, dict[object, str]] = weakref.WeakKeyDictionary()
-        self._optimizer: Optimizer | None = None
-        self._scripts_flag: Any = _NOT_SET
+        self._held: _Held | None = None
 
     @property
     def holding(self) -> bool:
         """An optimizer's step is held back, or about to be launched so."""
-        return self._optimizer is not None
+        return self._held is not None
 
     def guards(self, optimizer: Optimizer) -> bool:
         """Whether the step of ``optimizer`` that is about to begin may be held back. Asks the device once for each."""
@@ -106,7 +115,8 @@ class DeviceBarrier:
     def _try_hold(self) -> str:
         """Hold the stream back twice, to no effect. Returns what is wrong."""
         device = accelerator().current()
-        assert device is not None
+        if device is None:
+            return "the calling thread has no device"
         try:
             self._hold = hold = self._hold or accelerator().stream_hold(device)
             for void in (True, False):
@@ -124,40 +134,44 @@ class DeviceBarrier:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Its kernels, which are launched next, wait for :meth:`end`, and do nothing if that says so."""
-        assert self._hold is not None
-        flag: torch.Tensor = self._hold.flag
-        self._scripts_flag = scripts = vars(optimizer).get("found_inf", _NOT_SET)
+        hold = self._hold
+        if hold is None:
+            raise UnsupportedError(f"the step of {type(optimizer).__name__} cannot be held back: guards() comes before")
+        flag: torch.Tensor = hold.flag
+        scripts = vars(optimizer).get("found_inf", _NOT_SET)
         both: tuple[torch.Tensor, torch.Tensor] | None = None
         if isinstance(scripts, torch.Tensor):  # torch.amp.GradScaler's: a step that overflows is none, either
             # Made before the stream is held: an allocation may wait for the device.
             both = scripts.to(flag.dtype).reshape(()), torch.empty_like(flag)
-        self._optimizer = optimizer
-        self._hold.hold()
+        self._held = _Held(hold, optimizer, scripts)
+        hold.hold()
         optimizer.found_inf = flag if both is None else torch.maximum(flag, both[0], out=both[1])  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Until everything before these kernels has happened."""
-        assert self._hold is not None
-        self._hold.wait()
+        if self._held is not None:
+            self._held.hold.wait()
 
     def end(self, *, void: bool) -> None:
         """The kernels run; ``void``: they do nothing."""
-        optimizer, self._optimizer = self._optimizer, None
-        assert self._hold is not None and optimizer is not None
-        in_time = self._hold.let_go(void=void)
-        self._take_flag_away(optimizer)
+        held, self._held = self._held, None
+        if held is None:
+            return
+        optimizer = held.optimizer
+        in_time = held.hold.let_go(void=void)
+        self._take_flag_away(held)
         if not in_time and not void:
             # The hold has ended by itself, and they have done nothing. Nothing else has been launched since.
             flag_probe.plain_step(optimizer)()
             self._on = False
             self._tell_of(optimizer, _TOO_LATE)
 
-    def _take_flag_away(self, optimizer: Optimizer) -> None:
-        scripts, self._scripts_flag = self._scripts_flag, _NOT_SET
-        if scripts is _NOT_SET:
-            vars(optimizer).pop("found_inf", None)
+    @staticmethod
+    def _take_flag_away(held: _Held) -> None:
+        if held.scripts_flag is _NOT_SET:
+            vars(held.optimizer).pop("found_inf", None)
         else:
-            optimizer.found_inf = scripts  # type: ignore[attr-defined]
+            held.optimizer.found_inf = held.scripts_flag  # type: ignore[attr-defined]
 
 
 _HIDDEN = "is launched while the gradients are reduced, and the device keeps its step back until they are whole"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from flashrecovery.errors import ProtocolError
+from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.runtime.side_by_side import run_side_by_side
 from flashrecovery.state import codec
 from flashrecovery.state.digest import shard_digest
@@ -298,7 +298,8 @@ class _Receiver:
         jobs: list[Callable[[], None]] = [functools.partial(self._from, holder) for holder in self._holders]
         run_side_by_side([functools.partial(self._failing_all, job) for job in [*jobs, self._hash]], _THREADS)
         room = self._room
-        assert room is not None
+        if room is None:
+            raise RestoreError(f"none of ranks {self._holders} has offered shards {self._names}")
         expected = [
             next((digest for digest in theirs if digest != own), own)
             for own, *theirs in zip(self._digests, *self._theirs.values(), strict=True)

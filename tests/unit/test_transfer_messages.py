@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashrecovery.state.digest import sha256_tensors, shard_digest, tensor_digest
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
+from flashrecovery.worker.transfer import chunks
 from flashrecovery.worker.transfer.chunks import DIRECT_BYTES, PACK_BYTES, messages
 
 sizes = st.one_of(
@@ -31,6 +33,14 @@ def test_messages_cover_every_byte_once_and_stay_small(nbytes: list[int]) -> Non
 
 def test_small_tensors_share_one_message() -> None:
     assert len(list(messages([TensorSpec((100,), torch.float32)] * 1000))) == 1
+
+
+def test_drills_can_make_messages_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes are those of the call, not those that the module was imported with."""
+    monkeypatch.setattr(chunks, "PACK_BYTES", 1000)
+    monkeypatch.setattr(chunks, "DIRECT_BYTES", 100)
+    specs = [TensorSpec((n,), torch.uint8) for n in (99, 99, 2500)]
+    assert [message.nbytes for message in messages(specs)] == [1000, 1000, 500, 198]
 
 
 def test_a_spec_survives_encoding() -> None:

@@ -20,7 +20,7 @@ from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.state import fingerprint
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
-from flashrecovery.state.spec import ShardSpec
+from flashrecovery.state.spec import ShardSpec, TensorSpec
 from flashrecovery.worker.control.device_sync import DeviceClock
 from flashrecovery.worker.transfer import chunks, device_lanes, transfer
 from flashrecovery.worker.transfer.device_lanes import Patience
@@ -100,6 +100,8 @@ def start(rank: int, size: int, store: Any) -> tuple[Any, Any, groups.DeviceGrou
     """The fake's module, the control group and the devices' one."""
     os.environ.update(LAUNCH_DEFAULTS)
     chunks.PACK_BYTES, chunks.DIRECT_BYTES = PACK, DIRECT
+    cut = list(chunks.messages([TensorSpec((3 * PACK,), torch.uint8)]))
+    assert len(cut) == 3, "in fewer rounds, nothing would happen in the middle"
     fingerprint.PAGE_WORDS, fingerprint.SMALL_BYTES = 1 << 10, 256
     module = fake_nccl.install()
     groups.install()

@@ -40,8 +40,11 @@ class Message:
     nbytes: int
 
 
-def messages(specs: Sequence[TensorSpec], most: int = PACK_BYTES) -> Iterator[Message]:
-    """The messages of a payload of these tensors, of at most ``most`` bytes; both sides compute the same ones."""
+def messages(specs: Sequence[TensorSpec], most: int | None = None) -> Iterator[Message]:
+    """The messages of a payload of these tensors, of at most ``most`` bytes (otherwise ``PACK_BYTES``); both sides
+    compute the same ones."""
+    if most is None:
+        most = PACK_BYTES
     packed: list[TensorSlice] = []
     size = 0
     for index, spec in enumerate(specs):

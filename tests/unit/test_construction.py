@@ -318,6 +318,7 @@ LATE: dict[str, str] = {
     "EngineSteps._check": "made with the engine, before the script's loops are known",
     "Link._put": "of the connection that there is now; a link outlives several",
     "LoopFiles._tell": "the process's only one, made on import; told of the job when there is one",
+    "StepData._fetch_post_hook": "the script makes it, perhaps before there is a job",
     "StepData._fetch_pre_hook": "the script makes it, perhaps before there is a job",
     "_Leave._way": "what ends the node's part differs before and after the job has begun",
 }

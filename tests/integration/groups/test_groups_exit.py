@@ -36,8 +36,7 @@ ENDINGS = {
         for g in range(3):
             groups.abandon('end'); groups.drain(5); groups.detach_all(); groups.attach(store, g, 20)
             store.set(f"attached {g} {rank}", "")
-            store.wait([f"attached {g} {1 - rank}"])  # a rank that abandons closes connections that a peer may be
-            making
+            store.wait([f"attached {g} {1 - rank}"])  # leaving closes connections that a peer makes
         dist.all_reduce(t)
         """,
     "an error": "dist.all_reduce(t); sys.exit(0 if rank else 'on purpose')",

@@ -323,9 +323,8 @@ class Settings(_Model):
     )
     barrier: Literal["host", "auto"] = Field(
         "host",
-        description="who waits for whole gradients before the optimizer changes the state, with GPUs; host: the host, "
-        "before it launches the optimizer; auto: the device, where a fused optimizer of torch has been seen to do "
-        "nothing when its flag is set (gpu.md)",
+        description="with GPUs, what waits for whole gradients before the optimizer changes the state; auto: the "
+        "device, where a fused optimizer honours its flag (gpu.md)",
     )
     gpu_domain: int | None = Field(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     told: list[str] = []
     post_step_code.install_hooks()
     asked = SimpleNamespace(void=True, cut_off=True, outside=False, not_saved=told.append, told=told)
+    asked.saving = nullcontext
     monkeypatch.setattr(post_step_code, "_below", asked)
     yield asked
     post_step_code.attempt_is_over()

@@ -29,7 +29,9 @@ def step(told: Told, *, barrier: bool = False, in_every_step: bool = True) -> Tr
     copies.wait.side_effect = lambda: told.append("copied")
     copies.local_states_only, copies.in_every_step = False, in_every_step
     touches.seen.return_value = False
-    return Step(worker, copies, MagicMock(), touches, _quiet(), MagicMock(), MagicMock())
+    on_device = MagicMock(holding=False)
+    on_device.guards.return_value = False
+    return Step(worker, copies, MagicMock(), touches, _quiet(), MagicMock(), MagicMock(), on_device)
 
 
 def _quiet() -> Any:

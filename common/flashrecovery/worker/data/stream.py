@@ -587,7 +587,8 @@ class DataStream(StepData):
                     f"the failed process had fetched {count}"
                 ) from None
             if found := cursor.draws.differs(done, batch, iterator):
-                return self._other_samples(cursor.position._replace(batch=done + 1), found)
+                at = DataPosition(cursor.position.epoch, done + 1, cursor.position.total)
+                return self._other_samples(at, found)
             done += 1
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()

@@ -19,6 +19,13 @@ from flashrecovery.worker.preimport.preimport import Installed
 from flashrecovery.worker.preimport.start_profile import StartProfile
 
 
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much processor time a look takes: on a slow machine one more would come too late for these tests."""
+    monkeypatch.setattr(start_profile, "_AT_MOST", 1.0)
+
+
+@pytest.mark.usefixtures("looks_often")
 def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
@@ -50,6 +57,7 @@ def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert inner > 0.1, "the innermost line of the script's own counts"
 
 
+@pytest.mark.usefixtures("looks_often")
 def test_an_instruction_of_no_line_counts_for_the_line_that_called_its_function(tmp_path: Path) -> None:
     """What another thread does may be seen there."""
     script = tmp_path / "script.py"

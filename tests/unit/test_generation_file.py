@@ -28,10 +28,12 @@ from flashrecovery.controller.storage.generation_file import (
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.rpc.channel import Access
+from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.rpc.channel import CONTROLLER, Access
 from tests.unit.test_takeover import controller, failure, found
 
 LAUNCH = "this-launch"
+TOKEN = "the-token-of-this-test-job"
 
 
 def written(path: Path, home: Path, *numbers: Numbers) -> tuple[list[Numbers], list[str]]:
@@ -160,7 +162,7 @@ def a_service(path: Path):  # type: ignore[no-untyped-def]
     try:
         yield ControllerService(
             RunConfig.model_validate({"nproc_per_node": 2, "nnodes": 2, "controller": "127.0.0.1:1"}),
-            Access("the-token-of-this-test-job"),
+            Access(TOKEN),
             log,
             run_dir,
         )
@@ -263,6 +265,28 @@ def test_a_controller_that_is_started_later_counts_on(tmp_path: Path) -> None:
             await service.stop()
 
     asyncio.run(go())
+
+
+def test_a_controller_that_takes_over_a_launch_is_another_one(tmp_path: Path) -> None:
+    """Its launch is that of the controller before it. Its agents have to tell the two apart: what was on its way to
+    the first one is void, and none of it is to be acknowledged by the second."""
+
+    async def go(run_dir: Path) -> set[str]:
+        with a_service(run_dir) as service:
+            port = await service.start("127.0.0.1", 0)
+            incarnations = set()
+            async with Access(TOKEN).dial(f"127.0.0.1:{port}", CONTROLLER, 60.0) as channel:
+                who = rpc.ControllerStub(channel).Who
+                incarnations.add((await who(pb.WhoRequest())).incarnation)
+                service.machine.on_register(of_launch(LAUNCH, found("a", 0, 1)), 0.0)
+                incarnations.add((await who(pb.WhoRequest())).incarnation)
+            assert service.machine.job.launch == LAUNCH
+            await service.stop()
+        return incarnations
+
+    first, second = (asyncio.run(go(tmp_path / name)) for name in ("first", "second"))
+    assert len(first) == len(second) == 1, "it is the same one before and after it hears of the launch"
+    assert first != second
 
 
 def test_what_is_written_down_is_older_than_what_agents_know() -> None:

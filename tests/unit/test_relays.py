@@ -373,7 +373,7 @@ def test_the_end_of_the_job_waits_for_whom_a_relay_has_not_told(tmp_path: Path) 
 def test_a_refusal_comes_through_a_relay(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.add(*"ab")
-        known = ((CONTROLLER_KEY, scene.service.machine.job.launch),)
+        known = ((CONTROLLER_KEY, scene.service._incarnation),)
         peer = f"127.0.0.1:{scene.nodes['a'].peers.port}"
         async with ACCESS.dial(peer, agent_at(peer), 5.0) as channel:
             call = rpc.PeerStub(channel).Relay(metadata=known)

@@ -96,6 +96,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 recorded.
         """
         self.machine = machine or new_machine(config, run_dir)
+        self._incarnation = self.machine.job.launch  # as drawn: a controller that finds a job takes over its launch
         self._config = config
         self._access = access
         self._log = log
@@ -195,7 +196,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         """Is this still the controller that an agent knows?"""
         if self._renewal is None and self._elector_set.needs_newer(request.promised, lease_clock()):
             self._renewal = asyncio.create_task(self._renew(request.promised))
-        return pb.WhoReply(incarnation=self.machine.job.launch, term=self._elector_set.term)
+        return pb.WhoReply(incarnation=self._incarnation, term=self._elector_set.term)
 
     async def _renew(self, promised: int) -> None:
         """An agent has promised not to follow this term any more: get a newer one."""

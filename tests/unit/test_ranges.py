@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashrecovery.state.spec import TensorSpec
@@ -51,6 +51,7 @@ under_way = st.integers(0, 64 * MB)
 
 
 @given(st.lists(st.tuples(speeds, under_way), min_size=1, max_size=5), st.integers(1, 1000), st.integers(1, 8 * MB))
+@example(found=[(200008913.0, 426), (200008913.0, 426)], left=1, nbytes=1)
 def test_one_of_them_is_always_asked(found: list[tuple[float, int]], left: int, nbytes: int) -> None:
     """Or all would wait for ever."""
     holders = [HolderProgress(round(speed) or 1, 1.0, busy) for speed, busy in found]

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -91,9 +92,9 @@ class HolderProgress:
     under_way: int = 0
 
     @property
-    def speed(self) -> float:
-        """Bytes a second; 0 if it is not known."""
-        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+    def speed(self) -> Fraction:
+        """Bytes a second, not rounded; 0 if it is not known."""
+        return self.nbytes / Fraction(self.seconds) if self.seconds > 0 else Fraction(0)
 
 
 def takes_another(own: HolderProgress, others: Sequence[HolderProgress], left: int, nbytes: int) -> bool:
@@ -101,7 +102,8 @@ def takes_another(own: HolderProgress, others: Sequence[HolderProgress], left: i
 
     No, if the others would have sent that and everything else that is ``left`` (ranges of that size) before it has
     come. A holder of which nothing has come yet sends one range, by which its speed becomes known. One holder always
-    says yes: the one from which the next range would come first.
+    says yes: the one from which the next range would come first. With rounded numbers, two alike would each leave the
+    last range to the other.
     """
     if own.speed == 0:
         return own.under_way == 0

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashrecovery import groups
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -115,3 +117,15 @@ def _child(
     writer.close()
     if outcome.error is None and rendezvous is not None and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def managed_control_group(rank: int, world: int, folder: Path) -> dist.ProcessGroup:
+    """The control group, when all ranks have made theirs: one that gives up closes connections that a peer may be
+    making."""
+    groups.install()
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    group = groups.control_group()
+    assert group is not None
+    dist.barrier()
+    return group

@@ -17,20 +17,9 @@ from flashrecovery.worker.transfer import ranges
 from flashrecovery.worker.transfer.ranges import RangesToReceive, RangesToSend
 from flashrecovery.worker.transfer.transfer import exchange
 from tests.integration.worker.test_transfer import DictShard, content, equal, nbytes
-from tests.support.ranks import die, results, run_ranks
+from tests.support.ranks import die, managed_control_group, results, run_ranks
 
 LARGE = 24 << 20
-
-
-def _group(rank: int, world: int, folder: Path) -> dist.ProcessGroup:
-    """The control group: the one that restores are carried out over."""
-    groups.install()
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    group = groups.control_group()
-    assert group is not None
-    dist.barrier()
-    return group
 
 
 def _shards(*, held: bool, strided: bool = False) -> dict[str, DictShard]:
@@ -53,7 +42,7 @@ def _take_part(
 
 def _all_alike(rank: int, world: int, folder: Path, holders: int, strided: bool) -> Any:
     """Some ranks hold everything, and the others get it, at the same time."""
-    group = _group(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     shards = _shards(held=rank < holders, strided=strided)
     report = _take_part(group, rank, shards, range(holders), range(holders, world))
     wanted = _shards(held=True, strided=strided)
@@ -74,7 +63,7 @@ def test_every_byte_comes_once_from_one_of_the_holders(tmp_path: Path, holders: 
 
 
 def _one_differs(rank: int, world: int, folder: Path, how: str) -> Any:
-    group = _group(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     shards = _shards(held=rank < 2)
     if rank == 1:
         if how == "bits":
@@ -95,7 +84,7 @@ def test_ranks_that_do_not_have_the_same_are_found(tmp_path: Path, how: str, sha
 
 
 def _damaged(rank: int, world: int, folder: Path) -> Any:
-    group = _group(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     shards = _shards(held=rank < 2)
     names = sorted(shards)
     out = [RangesToSend(2, 0, [shards[name].source() for name in names])] if rank < 2 else []
@@ -121,7 +110,7 @@ def _slowly(pause_s: float) -> None:
 
 def _one_dies(rank: int, world: int, folder: Path, victim: int) -> Any:
     """In the middle. The others do not wait for it, and leave nothing behind that writes."""
-    group = _group(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     shards = _shards(held=rank < 2)
     if rank == 2:
         _slowly(0.05)
@@ -149,7 +138,7 @@ def test_one_of_them_dies_in_the_middle(tmp_path: Path, victim: int) -> None:
 
 def _given_up(rank: int, world: int, folder: Path) -> Any:
     """The control thread of the destination gives up while ranges come."""
-    group = _group(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     shards = _shards(held=rank < 2)
     if rank == 2:
         _slowly(0.05)
@@ -174,7 +163,7 @@ def test_ranges_that_are_given_up_touch_nothing_afterwards(tmp_path: Path) -> No
 
 
 def _something_else(rank: int, world: int, folder: Path) -> str:
-    group = _group(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     shards = _shards(held=rank == 0)
     if rank == 0:  # is asked for nothing, until the controller begins again
 

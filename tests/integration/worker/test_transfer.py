@@ -25,7 +25,7 @@ from flashrecovery.worker.transfer import direct_reads
 from flashrecovery.worker.transfer.chunks import DIRECT_BYTES, PACK_BYTES
 from flashrecovery.worker.transfer.direct_reads import PIECE
 from flashrecovery.worker.transfer.transfer import exchange, within
-from tests.support.ranks import die, results, run_ranks
+from tests.support.ranks import die, managed_control_group, results, run_ranks
 
 
 class DictShard(Shard):
@@ -268,21 +268,9 @@ def test_a_rank_that_is_killed_while_memory_is_read_raises_at_the_other(tmp_path
     assert other.error is None and other.value not in ("none", None)
 
 
-def _managed(rank: int, world: int, folder: Path) -> dist.ProcessGroup:
-    """The control group, when all ranks have made theirs: one that gives up closes connections that a peer may be
-    making."""
-    groups.install()
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    group = groups.control_group()
-    assert group is not None
-    dist.barrier()
-    return group
-
-
 def _abandoned_while_read(rank: int, world: int, folder: Path, who: int) -> Any:
     """One of the two gives up while its memory is read, and the source goes on to change it."""
-    group = _managed(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     shard = DictShard("big", {"x": torch.ones(12 * PIECE, dtype=torch.uint8)} if rank == 0 else None)
     if rank == 1:
         _slowly(0.05, folder / "begun", lambda _: (folder / "given up").exists())
@@ -353,7 +341,7 @@ def test_a_dying_source_raises_at_its_destination(tmp_path: Path) -> None:
 
 def _abandoned(rank: int, world: int, folder: Path) -> Any:
     """Rank 0 sends half and stops; the control thread of rank 1 gives up in the middle of a large shard."""
-    group = _managed(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     numel = 6 * PACK_BYTES
     shard = DictShard("big", {"x": torch.ones(numel, dtype=torch.uint8)} if rank == 0 else None)
     if rank == 0:
@@ -388,7 +376,7 @@ def _abandoned(rank: int, world: int, folder: Path) -> Any:
 
 def _overdue(rank: int, world: int, folder: Path) -> Any:
     """Rank 0 never sends. Rank 1 does not wait for it for longer than it was asked to."""
-    group = _managed(rank, world, folder)
+    group = managed_control_group(rank, world, folder)
     if rank == 0:
         while not (folder / "over").exists():
             time.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashrecovery.controller.state.rank_record import Place, RankProcess, RankRecord
-from flashrecovery.controller.state.restore_plan import RestoreRound, decide
+from flashrecovery.controller.state.restore_plan import Decision, RestoreRound, decide, from_snapshots
 from flashrecovery.plan import NoSourceError
 from flashrecovery.plan.restore.ranged import LEAST_BYTES as LARGE
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -113,6 +113,20 @@ def test_between_accelerators_nothing_comes_in_ranges() -> None:
     """One rank that uses one is enough: a replacement may not have begun to."""
     round_ = planned_in_ranges(device=True)
     assert not round_.plan.ranged and {t.shard for t in round_.command(LOST, "", 7.0).transfers} == {"a", "b"}
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_relaunch_knows_of_accelerators_before_any_rank_has_been_stopped(device: bool) -> None:
+    """What ranks find of an earlier launch is planned from what they say at their first step."""
+    records = {rank: RankRecord(rank) for rank in range(4)}
+    for rank, one in records.items():
+        one.process = RankProcess(pid=rank + 1, host=f"10.0.0.{rank}")
+        copies = [pb.Held(kind="copy", version=VERSION, shards=["a"], nbytes=[LARGE])] if rank != LOST else []
+        needs = [pb.ShardNeed(name="a", nbytes=LARGE)] if rank == LOST else []
+        one.joined(pb.Joined(rank=rank, needs=needs, held=copies, uses_device=device and rank == 0))
+    decision = from_snapshots(records)
+    assert isinstance(decision, Decision) and [t.dest for t in decision.round.plan.transfers] == [LOST]
+    assert [one.holders for one in decision.round.plan.ranged] == ([] if device else [(0, 1, 2)])
 
 
 def answered(round_: RestoreRound, sent: dict[int, str], received: str) -> None:

@@ -1545,6 +1545,7 @@ class Joined(_message.Message):
     INNER_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    USES_DEVICE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     steps: _builtins.int
@@ -1571,6 +1572,8 @@ class Joined(_message.Message):
     inner: _builtins.int
     facts: _builtins.str
     """of a job that may change its layout: plan/strategy/relayout.py, LayoutFacts, as JSON; the same on all"""
+    uses_device: _builtins.bool
+    """this process uses an accelerator, between which restored tensors may travel"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -1609,10 +1612,11 @@ class Joined(_message.Message):
         inner: _builtins.int = ...,
         facts: _builtins.str = ...,
         backends: _abc.Iterable[Global___GroupBackend] | None = ...,
+        uses_device: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_step_s", b"hang_step_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_step_s", b"hang_step_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps", "uses_device", b"uses_device"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1763,7 +1767,6 @@ class Reply(_message.Message):
     ALSO_FIELD_NUMBER: _builtins.int
     OUTSIDE_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
-    USES_DEVICE_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
     NEXT_NEEDS_FIELD_NUMBER: _builtins.int
     RESHAPED_BYTES_FIELD_NUMBER: _builtins.int
@@ -1787,8 +1790,6 @@ class Reply(_message.Message):
     """trying again cannot help: the job ends with this error"""
     outside: _builtins.bool
     """of a stop: heard, but the script is in its own code between two steps; the answer follows"""
-    uses_device: _builtins.bool
-    """of a stop: this process uses an accelerator, between which restored tensors may travel"""
     reshaped_bytes: _builtins.int
     lacking_bytes: _builtins.int
     staged_bytes: _builtins.int
@@ -1853,7 +1854,6 @@ class Reply(_message.Message):
         also: _abc.Iterable[_builtins.int] | None = ...,
         outside: _builtins.bool = ...,
         parity: Global___Parity | None = ...,
-        uses_device: _builtins.bool = ...,
         late: _abc.Iterable[_builtins.int] | None = ...,
         next_needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         reshaped_bytes: _builtins.int = ...,
@@ -1865,7 +1865,7 @@ class Reply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "staged_bytes", b"staged_bytes", "uses_device", b"uses_device"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "staged_bytes", b"staged_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,7 +80,8 @@ def sha256_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as flat uint8, sharing it. Writing to it writes to the tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # Not reshape(): it keeps the stride of a single element, of which no bytes can be viewed.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _digest_of(hasher: _Hasher, tensors: Iterable[torch.Tensor]) -> str:

@@ -139,6 +139,7 @@ class RecoveryExecutor:
             checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
             start=worker.connection.start_profile.joined(),
             backends=_group_backends(),
+            uses_device=worker.device.runs_behind,
             in_snapshots=self._loop.copies.in_snapshots,
             parity=self._loop.copies.parity(-1),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
@@ -267,7 +268,6 @@ class RecoveryExecutor:
         reply.live_version = worker.gate.live
         reply.held.extend(self._held())
         reply.parity.CopyFrom(self._loop.copies.parity(worker.gate.live))
-        reply.uses_device = worker.device.runs_behind
         reply.late.extend(sorted(v for v, late in self._loop.sealing.late.items() if late))
         needs = self._needs(digests=False)
         if self._told != (command.stop.needs_known, needs):

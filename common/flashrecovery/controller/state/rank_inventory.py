@@ -71,7 +71,7 @@ class RankInventory:
         """Its process has stopped, and knows by now of which sharding its state is, and what is in its page."""
         self.as_launched = False
         self.take(said.live_version, said.held, said.parity)
-        self.late, self.uses_device = frozenset(said.late), said.uses_device
+        self.late = frozenset(said.late)
         self.layout, self.ready = tuple(said.layout), tuple(said.ready)
         self.forget_pages()
 
@@ -102,10 +102,10 @@ class RankInventory:
         if not has_part:
             self.need_no_part()
 
-    def process_joined(self, needs: Collection[pb.ShardNeed], *, as_launched: bool) -> None:
-        """What its process needs, as it says at its first step, perhaps of the launch's sharding."""
+    def process_joined(self, needs: Collection[pb.ShardNeed], *, as_launched: bool, uses_device: bool) -> None:
+        """What its process needs and uses, as it says at its first step, perhaps of the launch's sharding."""
         self.take_needs(needs)
-        self.as_launched = as_launched
+        self.as_launched, self.uses_device = as_launched, uses_device
 
     def take_needs(self, needs: Collection[pb.ShardNeed]) -> None:
         """What the rank needs, in its own words."""

@@ -303,7 +303,7 @@ class RankRecord:
         self.shape = _shape_said(message) or self.shape
         self.batches = message.batches
         self.outline = message.outline
-        self.inventory.process_joined(message.needs, as_launched=as_launched)
+        self.inventory.process_joined(message.needs, as_launched=as_launched, uses_device=message.uses_device)
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.start = list(message.start)
         self.backends = list(message.backends)

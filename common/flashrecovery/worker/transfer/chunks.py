@@ -1,7 +1,8 @@
 """A payload cut into messages.
 
-Both sides of a transfer compute the same messages, from the specs alone: small tensors are packed together, large ones
-travel in parts, each straight from and into its own memory where it is contiguous.
+Both sides of a transfer compute the same messages, from the specs alone. Small tensors are packed together. They come
+first: a shard is whole as soon as its large ones are there. Those travel in parts, each straight from and into its own
+memory where it is contiguous. A part is whole elements, so that of a strided tensor no more is copied than the part.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ def messages(specs: Sequence[TensorSpec], most: int | None = None) -> Iterator[M
     compute the same ones."""
     if most is None:
         most = PACK_BYTES
+    large: list[tuple[int, TensorSpec]] = []
     packed: list[TensorSlice] = []
     size = 0
     for index, spec in enumerate(specs):
         nbytes = spec.nbytes
         if nbytes >= min(DIRECT_BYTES, most):
-            for start in range(0, nbytes, most):
-                part = min(most, nbytes - start)
-                yield Message((TensorSlice(index, start, part),), part)
+            large.append((index, spec))
         elif nbytes:
             if size + nbytes > most:
                 yield Message(tuple(packed), size)
@@ -61,6 +61,11 @@ def messages(specs: Sequence[TensorSpec], most: int | None = None) -> Iterator[M
             size += nbytes
     if packed:
         yield Message(tuple(packed), size)
+    for index, spec in large:
+        whole_elements = max(most // spec.dtype.itemsize, 1) * spec.dtype.itemsize
+        for start in range(0, spec.nbytes, whole_elements):
+            part = min(whole_elements, spec.nbytes - start)
+            yield Message((TensorSlice(index, start, part),), part)
 
 
 def direct(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -73,30 +78,51 @@ def direct(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor | 
 
 
 def pack(message: Message, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    offset = 0
-    for piece in message.pieces:
-        source = byte_view(exact_contiguous(tensors[piece.index]))[piece.start : piece.start + piece.nbytes]
-        buffer[offset : offset + piece.nbytes].copy_(source)
-        offset += piece.nbytes
+    for content, view in _contents(message, tensors, buffer):
+        content.copy_(byte_view(exact_contiguous(view)))
 
 
 def unpack(message: Message, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    offset = 0
-    for piece in message.pieces:
-        target = tensors[piece.index]
-        content = buffer[offset : offset + piece.nbytes]
-        if target.is_contiguous():
-            byte_view(target)[piece.start : piece.start + piece.nbytes].copy_(content)
+    for content, view in _contents(message, tensors, buffer):
+        if view.is_contiguous():
+            byte_view(view).copy_(content)
         else:
-            _write_strided(target, piece.start, content)
-        offset += piece.nbytes
+            contiguous = torch.empty(view.shape, dtype=view.dtype, device=view.device)
+            byte_view(contiguous).copy_(content)
+            exact_copy(view, contiguous)
 
 
-def _write_strided(target: torch.Tensor, start: int, content: torch.Tensor) -> None:
-    """Bytes into a strided tensor: through a contiguous copy of it."""
-    whole = exact_contiguous(target)
-    byte_view(whole)[start : start + content.numel()].copy_(content)
-    exact_copy(target, whole)
+def _contents(
+    message: Message, tensors: Sequence[torch.Tensor], buffer: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The bytes in ``buffer``, and what of a tensor they are."""
+    at = 0
+    for piece in message.pieces:
+        tensor = tensors[piece.index].detach()
+        size = tensor.element_size()
+        for view in rows(tensor, piece.start // size, (piece.start + piece.nbytes) // size):
+            yield buffer[at : at + view.numel() * size], view
+            at += view.numel() * size
+
+
+def rows(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Views which together are elements ``start`` to ``stop`` of a tensor of any strides, counted row by row."""
+    if stop - start == tensor.numel():
+        yield tensor
+    elif tensor.dim() == 1:
+        yield tensor[start:stop]
+    elif start < stop:
+        each = tensor.numel() // tensor.shape[0]
+        first, last = -(-start // each), stop // each  # the rows that are in it as a whole
+        if first > last:
+            yield from rows(tensor[last], start - last * each, stop - last * each)
+            return
+        if start < first * each:
+            yield from rows(tensor[first - 1], start - (first - 1) * each, each)
+        if first < last:
+            yield tensor[first:last]
+        if last * each < stop:
+            yield from rows(tensor[last], 0, stop - last * each)
 
 
 def flip_a_bit(tensor: torch.Tensor) -> None:

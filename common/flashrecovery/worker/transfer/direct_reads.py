@@ -186,6 +186,7 @@ class Arrivals:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.count = len(sizes)
         self._missing = list(sizes)
+        self._whole = [tensor for tensor, nbytes in enumerate(sizes) if not nbytes]
         self._changed = threading.Condition()
         self._failed = False
 
@@ -194,6 +195,7 @@ class Arrivals:
         with self._changed:
             self._missing[tensor] -= nbytes
             if self._missing[tensor] == 0:
+                self._whole.append(tensor)
                 self._changed.notify_all()
 
     def fail(self) -> None:
@@ -207,3 +209,25 @@ class Arrivals:
         with self._changed:
             self._changed.wait_for(lambda: self._failed or not any(self._missing[t] for t in tensors))
             return not self._failed
+
+    def as_completed(self, shards: Sequence[Sequence[int]]) -> Iterator[int]:
+        """The numbers of ``shards``, each of these tensors, in the order in which they are whole. Ends early if not all
+        will come."""
+        of_tensor = {tensor: number for number, tensors in enumerate(shards) for tensor in tensors}
+        lacking = [len(tensors) for tensors in shards]
+        left, seen = len(shards), 0
+        for number in (n for n, count in enumerate(lacking) if not count):
+            left -= 1
+            yield number
+        while left:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failed or len(self._whole) > seen)
+                if self._failed:
+                    return
+                new = self._whole[seen:]
+            seen += len(new)
+            for number in (of_tensor[tensor] for tensor in new if tensor in of_tensor):
+                lacking[number] -= 1
+                if not lacking[number]:
+                    left -= 1
+                    yield number

@@ -289,11 +289,10 @@ class _Receiver:
         self._group, self._names, self._holders = group, ranges.names, ranges.holders
         self._number, self._allocate, self._corrupt, self._check = ranges.number, allocate, corrupt, check
         self._lock = threading.Lock()
-        self._unpacking = threading.Lock()  # a strided tensor is written whole for each of its ranges
         self._offered = threading.Event()
         self._room: _Room | None = None
         self._failed = False
-        self._digests: list[str] = []
+        self._digests = [""] * len(self._names)
         self._theirs: dict[int, list[str]] = {}
 
     def run(self) -> Arrived:
@@ -368,7 +367,7 @@ class _Receiver:
 
     def _stream(self, room: _Room, holder: int, place: int) -> None:
         group, tag = self._group, _tag(self._number, place)
-        pending: collections.deque[tuple[dist.Work, int, torch.Tensor]] = collections.deque()
+        pending: collections.deque[tuple[dist.Work, int, torch.Tensor | None]] = collections.deque()
 
         def ask(number: int) -> None:
             group.send([torch.tensor([number], dtype=torch.int64)], holder, tag)
@@ -382,16 +381,15 @@ class _Receiver:
                 own = in_place(message, room.tensors)
                 buffer = own if own is not None else staging_buffer(message, room.tensors)
                 ask(number)
-                pending.append((group.recv([buffer], holder, tag), number, buffer))
+                pending.append((group.recv([buffer], holder, tag), number, None if own is not None else buffer))
             if not pending:
                 break
-            work, number, buffer = pending.popleft()
+            work, number, staged = pending.popleft()
             work.wait()
             message = room.numbered[number]
             room.ranges.arrived(holder, number)
-            if in_place(message, room.tensors) is None:
-                with self._unpacking:
-                    unpack(message, room.tensors, buffer)
+            if staged is not None:
+                unpack(message, room.tensors, staged)
             for piece in message.pieces:
                 room.arrivals.add(piece.index, piece.nbytes)
         ask(_END)
@@ -403,9 +401,9 @@ class _Receiver:
         room = self._room
         if room is None:
             return  # what failed raises
-        for spec, (name, tensors, at) in zip(room.specs, placed(self._names, room.targets), strict=True):
-            if not room.arrivals.wait(range(at, at + len(tensors))):
-                return
+        ours = list(placed(self._names, room.targets))
+        for number in room.arrivals.as_completed([range(at, at + len(tensors)) for _, tensors, at in ours]):
+            name, tensors, _ = ours[number]
             if name in self._corrupt:
                 flip_a_bit(tensors[first_with_bytes(tensors)])
-            self._digests.append(shard_digest(tensors, spec, {}))
+            self._digests[number] = shard_digest(tensors, room.specs[number], {})

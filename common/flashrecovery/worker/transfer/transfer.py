@@ -370,7 +370,7 @@ class _Exchange:
             targets.append([checked(name, key, allocated[key], wanted) for key, wanted in spec.tensors.items()])
         payload = Payload([t for s in specs for t in s.tensors.values()], [t for ts in targets for t in ts])
         matched = self._answer(peer, payload, asked)
-        ours = placed(names, targets)
+        ours = list(placed(names, targets))
         damaged = frozenset(first_with_bytes(ts) + at for name, ts, at in ours if name in self._corrupt)
         lane = self._plan(False, peer, payload, matched, damaged)
 
@@ -379,21 +379,20 @@ class _Exchange:
         rest = payload.where([not (both or read) for both, read in zip(matched, reads, strict=True)])
         arrivals = Arrivals([0 if both else spec.nbytes for both, spec in zip(matched, payload.specs, strict=True)])
         trailer = torch.empty(_DIGEST_BYTES * len(names), dtype=torch.uint8)
-        digests: list[str] = []
+        digests = [""] * len(names)
 
         def compute_digests() -> None:
             known: dict[int, bytes] = {}
             if lane is not None:
                 places = payload.where(matched).places
                 known = {places[number]: found for number, found in lane.arrived.result().items()}
-            for spec, (_, tensors, at) in zip(specs, placed(names, targets), strict=True):
-                mine = range(at, at + len(tensors))
-                if not arrivals.wait(mine):
-                    return
+            mine_of = [range(at, at + len(tensors)) for _, tensors, at in ours]
+            for number in arrivals.as_completed(mine_of):
+                mine, (_, tensors, at) = mine_of[number], ours[number]
                 for place in damaged.intersection(mine):
                     if not matched[place]:
                         flip_a_bit(payload.tensors[place])
-                digests.append(shard_digest(tensors, spec, {p - at: known[p] for p in mine if p in known}))
+                digests[number] = shard_digest(tensors, specs[number], {p - at: known[p] for p in mine if p in known})
 
         def failing_all(job: Callable[[], None]) -> None:
             try:

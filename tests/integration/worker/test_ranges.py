@@ -109,13 +109,19 @@ def _slowly(pause_s: float) -> None:
 
 
 def _one_dies(rank: int, world: int, folder: Path, victim: int) -> Any:
-    """In the middle. The others do not wait for it, and leave nothing behind that writes."""
+    """In the middle. The others do not wait for it, and leave nothing behind that writes.
+
+    They are told of it a moment later, as by a controller: gloo leaves an operation waiting that begins between a
+    connection's end and its being noticed.
+    """
     group = managed_control_group(rank, world, folder)
     shards = _shards(held=rank < 2)
     if rank == 2:
         _slowly(0.05)
     if rank == victim:
         threading.Timer(0.4, die).start()
+    else:
+        threading.Timer(1.5, lambda: groups.abandon("test")).start()
     began = time.monotonic()
     try:
         _take_part(group, rank, shards, (0, 1), (2,))
@@ -137,12 +143,12 @@ def test_one_of_them_dies_in_the_middle(tmp_path: Path, victim: int) -> None:
 
 
 def _given_up(rank: int, world: int, folder: Path) -> Any:
-    """The control thread of the destination gives up while ranges come."""
+    """The control thread of the destination gives up while ranges come; those of the holders do a moment later."""
     group = managed_control_group(rank, world, folder)
     shards = _shards(held=rank < 2)
     if rank == 2:
         _slowly(0.05)
-        threading.Timer(0.4, lambda: groups.abandon("test")).start()
+    threading.Timer(0.4 if rank == 2 else 1.5, lambda: groups.abandon("test")).start()
     try:
         _take_part(group, rank, shards, (0, 1), (2,))
     except RuntimeError as e:

@@ -220,14 +220,18 @@ class Arrivals:
             left -= 1
             yield number
         while left:
-            with self._changed:
-                self._changed.wait_for(lambda: self._failed or len(self._whole) > seen)
-                if self._failed:
-                    return
-                new = self._whole[seen:]
+            new = self._whole_after(seen)
+            if not new:
+                return
             seen += len(new)
             for number in (of_tensor[tensor] for tensor in new if tensor in of_tensor):
                 lacking[number] -= 1
                 if not lacking[number]:
                     left -= 1
                     yield number
+
+    def _whole_after(self, seen: int) -> list[int]:
+        """The tensors that are whole, without the first ``seen``; waits for some. None of them if not all will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or len(self._whole) > seen)
+            return [] if self._failed else self._whole[seen:]

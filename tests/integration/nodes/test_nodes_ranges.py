@@ -34,6 +34,7 @@ def _job(net: Network, tmp_path: object, slow: list[Host]) -> NodesJob:
     return job
 
 
+@pytest.mark.grid
 def test_the_faster_link_carries_more(net: Network, tmp_path: object, reference: References) -> None:
     fast, slow, lost = net.hosts
     job = _job(net, tmp_path, [slow])
@@ -50,6 +51,7 @@ def test_the_faster_link_carries_more(net: Network, tmp_path: object, reference:
     check_same(ended, reference(LARGE))
 
 
+@pytest.mark.grid
 def test_what_is_damaged_on_the_way_comes_again_from_one_rank(
     net: Network, tmp_path: object, reference: References
 ) -> None:
@@ -62,7 +64,7 @@ def test_what_is_damaged_on_the_way_comes_again_from_one_rank(
     check_same(ended, reference(LARGE))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.grid)])
 def test_a_holder_dies_while_it_sends(net: Network, tmp_path: object, reference: References, victim: int) -> None:
     """Everything comes again, from the one that is left."""
     *holders, lost = net.hosts

@@ -1073,6 +1073,13 @@ ROWS = (
                 *_unit("device_barrier"),
             ),
             _out(
+                "26-a-compiled-step-is-held-back",
+                BARRIER_PLAN,
+                "    if facts.compiled:\n",
+                "    if False:\n",
+                *_unit("device_barrier"),
+            ),
+            _out(
                 "26-a-scalers-leftovers",
                 ADAPTER,
                 "            restore_scaling(optimizer, scaling)\n",

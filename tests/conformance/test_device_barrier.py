@@ -134,6 +134,15 @@ def test_for_one_that_is_not_fused_the_host_waits_and_says_so(tmp_path: Path, re
     assert "the host waits before each step of AdamW: without fused=True" in told["text"]
 
 
+def test_where_torch_compile_has_made_the_step_the_host_waits_and_says_so(tmp_path: Path, reference: Reference) -> None:
+    """It may have been made before there was a flag. A rank dies amid the reduction: what follows is not torn."""
+    job = _run(tmp_path / "run", ("--compiled", "--dies", f"1:{STEP}"), standby=1)
+    assert len(job.of("failure_detected")) == 1, job.explain()
+    check_same(job, reference())
+    told = job.notices("barrier")
+    assert told and all("torch.compile has made its step" in one["text"] for one in told), told
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_kills_at_random_points(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ DDP's buckets, so that nothing on the host reads them before the optimizer does.
 
 ``--optimizer``: adamw, adam, sgd (with momentum), adagrad; ``plain``: AdamW that is not fused. ``--scaler``: a
 GradScaler, with one step that overflows on all ranks (``--overflow STEP``). ``--dies RANK:STEP``: the rank's first
-process is killed before its backward pass, when all others have launched their optimizers.
+process is killed before its backward pass, when all others have launched their optimizers. ``--compiled``:
+torch.compile makes the optimizer's step.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main() -> None:
     flags.add_argument("--scaler", action="store_true")
     flags.add_argument("--overflow", type=int, default=-1)
     flags.add_argument("--dies", default="")
+    flags.add_argument("--compiled", action="store_true")
     args = flags.parse_args()
     device = training.start_process_group()
     recovery = flashrecovery.init()
@@ -47,6 +49,8 @@ def main() -> None:
     kind, options = KINDS[args.optimizer]
     optimizer = kind(model.parameters(), lr=args.lr, **options)
     scheduler = training.build_scheduler(optimizer, args.steps)
+    if args.compiled:
+        optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=4, enabled=args.scaler)
     recovery.register(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 

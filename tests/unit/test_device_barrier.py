@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -19,6 +23,7 @@ from flashrecovery.plan.device_barrier import (
     step_needs_host,
     why_host,
 )
+from flashrecovery.worker.local_state.own_hook import not_traced
 from flashrecovery.worker.step import flag_probe
 from flashrecovery.worker.step.device_barrier import facts_of, is_complete
 from flashrecovery.worker.step.flag_probe import refusal
@@ -43,6 +48,7 @@ def test_torchs_fused_optimizers_may_be_held_back(kind: str) -> None:
         {"devices": 2},
         {"other_hooks": 1},
         {"complete": False},
+        {"compiled": True},
     ],
     ids=str,
 )
@@ -95,6 +101,48 @@ def test_their_flag_is_honoured_and_nothing_of_the_scripts_is_touched(
     after = repr(optimizer.state_dict()), repr(optimizer.param_groups), torch.get_rng_state()
     assert before[:2] == after[:2] and torch.equal(before[2], after[2])
     assert not steps, "no hook of the process has seen the probe"
+
+
+@pytest.mark.parametrize("way", ["the method", "a function that calls it"])
+def test_the_step_that_torch_compile_has_made_is_told_from_any_other(way: str) -> None:
+    """A graph that was made while no flag was set must not be trusted to read one."""
+    optimizer, reasons = _made(AdamW, fused=True), list[str]()
+    own = not_traced(lambda one, *_: reasons.append(why_host(facts_of(one))))
+    hook = optimizer.register_step_pre_hook(own)
+    optimizer._optimizer_step_pre_hooks.pop(next(iter(optimizer._optimizer_step_pre_hooks)))  # as many as an adapter's
+    optimizer.step()
+    compiled = torch.compile(optimizer.step if way == "the method" else lambda: optimizer.step(), backend="eager")
+    compiled()
+    compiled()
+    optimizer.step()
+    hook.remove()
+    plain = ["torch.compile" in reason for reason in reasons]
+    assert plain == [False, True, True, False] and reasons[0] == "", reasons
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_the_parameters_of_fsdp2_are_left_to_the_host(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(3, 2), mesh=mesh)
+    optimizer = AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert why_host(facts_of(optimizer)) == "its parameters or gradients are not plain dense tensors"
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_FLAGS))
+def test_optimizers_of_apex_and_transformer_engine_are_left_to_the_host_by_name(name: str) -> None:
+    """They are told by their class, as it is imported: neither is installed here."""
+    module, _, kind = name.rpartition(".")
+    optimizer = _made(type(kind, (AdamW,), {"__module__": module}), fused=True)
+    assert why_host(facts_of(optimizer)) == f"its flag ({OTHER_FLAGS[name]}) has not been tried with this"
 
 
 class Heedless(AdamW):

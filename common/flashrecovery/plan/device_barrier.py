@@ -42,6 +42,7 @@ class OptimizerFacts:
         other_hooks: hooks of its step that are not ours: they run between the launch and the decision.
         complete: it has the state of every parameter. What is made in a step would be there after a step that did
             nothing (the momentum of a first step would be what memory happened to hold).
+        compiled: its step is called by what torch.compile has made, whose kernels no probe has tried.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class OptimizerFacts:
     devices: int = 1
     other_hooks: int = 0
     complete: bool = True
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ def why_host(facts: OptimizerFacts) -> str:
         return "its kernels have no flag that makes them do nothing"
     if not facts.fused:
         return "without fused=True its kernels read no flag"
+    if facts.compiled:
+        return "torch.compile has made its step, and a graph that was made without the flag may not read it"
     if facts.differentiable:
         return "differentiable=True"
     if not facts.plain:

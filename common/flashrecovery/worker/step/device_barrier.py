@@ -14,6 +14,7 @@ honoured. Everywhere else the host waits first.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from flashrecovery.worker.step import flag_probe
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_SET = object()
+_DYNAMO, _LEFT_OUT = "torch._dynamo.eval_frame", "DisableContext"
 
 
 def facts_of(optimizer: Optimizer) -> OptimizerFacts:
@@ -44,6 +46,7 @@ def facts_of(optimizer: Optimizer) -> OptimizerFacts:
         devices=len({parameter.device for parameter in parameters}),
         other_hooks=_other_hooks(optimizer),
         complete=is_complete(optimizer),
+        compiled=is_compiled(),
     )
 
 
@@ -65,6 +68,16 @@ def is_complete(optimizer: Optimizer) -> bool:
     """Whether it has the state of all its parameters."""
     stateless = all(group.get("momentum") == 0 for group in optimizer.param_groups)  # SGD
     return stateless or all(map(optimizer.state.get, _parameters(optimizer)))
+
+
+def is_compiled() -> bool:
+    """Whether code that torch.compile has made is calling. What it leaves out, as our hooks, does not count."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _DYNAMO and type(frame.f_locals.get("self")).__name__ != _LEFT_OUT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class DeviceBarrier:
         """Whether the step of ``optimizer`` that is about to begin may be held back. Asks the device once for each."""
         if not self._on or not accelerator().in_use() or not is_complete(optimizer):
             return False
-        signature = _other_hooks(optimizer), *flag_probe.signature(optimizer)
+        signature = is_compiled(), _other_hooks(optimizer), *flag_probe.signature(optimizer)
         judged = self._judged.setdefault(optimizer, {})
         if signature not in judged:
             judged[signature] = why_host(facts_of(optimizer)) or self._try_hold() or flag_probe.refusal(optimizer)

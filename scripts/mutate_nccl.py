@@ -631,8 +631,8 @@ ROWS = (
             _out(
                 "16-the-device-before-the-drain",
                 RECOVER,
-                "        report = groups.drain(drain_s)\n        worker.device.settle(drain_s)  # after",
-                "        worker.device.settle(drain_s)\n        report = groups.drain(drain_s)\n        # after",
+                "report = groups.drain(drain_s, aborts=not beside)\n        worker.device.settle(drain_s)",
+                "worker.device.settle(drain_s)\n        report = groups.drain(drain_s, aborts=not beside)",
                 *_unit("recovery_commands"),
             ),
             _out(
@@ -715,20 +715,22 @@ ROWS = (
             _out(
                 "19-abort-holds-the-interpreter",
                 NATIVE,
-                "      here->abortInners();\n      Ending::drop(std::move(here));\n",
+                "      here->abortInners(inners);\n      bury(inners);\n",
                 "      auto state = PyGILState_Ensure();\n"
-                "      here->abortInners();\n"
+                "      here->abortInners(inners);\n"
                 "      PyGILState_Release(state);\n",
                 f"{FAKE}::test_an_abort_waits_for_the_end_of_a_section",
             ),
             _out(
                 "19-abort-blocks-its-caller",
                 NATIVE,
-                "    std::thread([here = self()]() mutable {\n"
-                "      here->abortInners();\n"
+                "    std::thread([here = self(), inners = snapshot()]() mutable {"
+                "  // something else may stand here before it has begun\n"
+                "      here->abortInners(inners);\n"
+                "      bury(inners);\n"
                 "      Ending::drop(std::move(here));\n"
                 "    }).detach();\n",
-                "    abortInners();\n",
+                "    abortInners(snapshot());\n",
                 f"{FAKE}::test_an_abort_waits_for_the_end_of_a_section",
             ),
         ),
@@ -1194,6 +1196,69 @@ ROWS = (
             ),
         ),
         without="the lines of a real switch's driver need one",
+    ),
+    Row(
+        30,
+        "new communicators are made while the old ones are aborted, and nothing is launched before those have returned",
+        (
+            _out(
+                "30-nothing-waits-for-the-aborts",
+                ABANDON,
+                "        _wait_for_aborts(epoch, began + deadline_s)\n        stuck = stuck_aborts()\n",
+                "        stuck = ()\n",
+                f"{FAKE_JOBS}::test_the_time_of_an_abort_is_hidden_behind_the_new_communicators",
+            ),
+            _out(
+                "30-what-stands-there-later-is-aborted",
+                NATIVE,
+                "      here->abortInners(inners);\n",
+                "      here->abortInners(here->snapshot());\n",
+                f"{FAKE}::test_communicators_are_made_while_others_are_aborted",
+            ),
+            _out(
+                "30-the-aborts-come-first",
+                RECOVER,
+                "not self._aborts_stuck and groups.may_connect_beside_aborts()",
+                "False",
+                f"{FAKE_JOBS}::test_the_time_of_an_abort_is_hidden_behind_the_new_communicators",
+            ),
+            _out(
+                "30-room-is-not-asked-for",
+                ABANDON,
+                "    return accelerator().free_bytes() >= ENOUGH_FREE_BYTES\n",
+                "    return True\n",
+                f"{FAKE}::test_without_room_or_with_registered_tensors_the_aborts_come_first",
+            ),
+            _out(
+                "30-registered-tensors-do-not-matter",
+                ABANDON,
+                'os.environ.get(_REGISTERS, "0").lower() not in _NO',
+                "False",
+                f"{FAKE}::test_without_room_or_with_registered_tensors_the_aborts_come_first",
+            ),
+            _out(
+                "30-a-newer-recovery-waits-for-them",
+                ABANDON,
+                "stuck_aborts() and STATE.abandonments == epoch and",
+                "stuck_aborts() and",
+                f"{FAKE}::test_communicators_that_were_made_in_vain_are_aborted_before_anything_is_launched",
+            ),
+            _out(
+                "30-what-was-made-in-vain-is-forgotten",
+                ABANDON,
+                "    return (*aborting, _IN_VAIN) if module.discarding() else tuple(aborting)\n",
+                "    return tuple(aborting)\n",
+                f"{FAKE}::test_communicators_that_were_made_in_vain_are_aborted_before_anything_is_launched",
+            ),
+            _out(
+                "30-only-the-newest-abandonment-counts",
+                ABANDON,
+                "        stuck = stuck_aborts() if aborts else ()  # also of an earlier abandonment\n",
+                "        stuck = tuple(name for name, outer in named if aborts and module.aborting(outer))\n",
+                f"{FAKE}::test_an_abort_that_does_not_return_is_named",
+            ),
+        ),
+        without="whether memory that an abort frees and the making of a communicator block each other needs GPUs",
     ),
 )
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)

@@ -349,8 +349,8 @@ _RANKS, _GROUPS, _ROUNDS = 3, 8, 6
 
 
 def nccl_groups(gpu: Gpu) -> Found:
-    """Rows 4, 6 and 10: many communicators are aborted under a collective for which no other rank comes, and connected
-    again; how long it takes, and what memory each round costs."""
+    """Rows 4, 6, 10 and 30: many communicators are aborted under a collective for which no other rank comes, and
+    connected again, in turn after the aborts and beside them; how long it takes, and what memory each round costs."""
     groups.build()
 
     def rank(me: int, size: int, store: dist.Store) -> None:
@@ -379,24 +379,33 @@ def nccl_groups(gpu: Gpu) -> Found:
                 time.sleep(0.2)
             began = time.monotonic()
             groups.abandon("a drill")
-            report = groups.drain(20.0)
+            beside = generation % 2 == 0
+            report = groups.drain(20.0, aborts=not beside)
             assert report.quiet, report
-            print("abort", time.monotonic() - began, flush=True)
+            aborted_s = time.monotonic() - began
             DeviceClock().settle(10.0)
             groups.detach_all()
-            print("attach", groups.attach(store, generation, 60.0).seconds, flush=True)
+            attached_s = groups.attach(store, generation, 60.0).seconds
+            if beside:
+                print("beside", time.monotonic() - began, flush=True)
+            else:
+                print("abort", aborted_s, "attach", attached_s, "after", time.monotonic() - began, flush=True)
         use()
 
     said = " ".join(run_ranks(_RANKS, rank, PART_S - 20.0)).split()
     times = {
-        name: [float(word) for word, before in _pairs(said) if before == name] for name in ("abort", "attach", "free")
+        name: [float(word) for word, before in _pairs(said) if before == name]
+        for name in ("abort", "attach", "after", "beside", "free")
     }
-    assert len(times["abort"]) == len(times["attach"]) == _RANKS * _ROUNDS and len(times["free"]) == _ROUNDS, said
+    half = _RANKS * _ROUNDS // 2
+    assert len(times["abort"]) == len(times["beside"]) == half and len(times["free"]) == _ROUNDS, said
     lost = (times["free"][1] - times["free"][-1]) / (_ROUNDS - 2)  # the first time makes what stays
     return {
         "abort_s": max(times["abort"]),
         "attach_s": max(times["attach"]),
         "attach_median_s": statistics.median(times["attach"]),
+        "aborts_then_attach_median_s": statistics.median(times["after"]),
+        "attach_beside_aborts_median_s": statistics.median(times["beside"]),
         "lost_bytes_a_round": lost / _RANKS,
     }
 

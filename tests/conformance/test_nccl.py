@@ -89,6 +89,22 @@ def test_a_kill_in_every_phase_of_the_newer_backend(layout: Layout, tmp_path: Pa
     check_same(job, _run(tmp_path / "reference", layout, standby=0, env=newer))
 
 
+@pytest.mark.parametrize("kind", ["nccl-legacy", pytest.param("nccl2", marks=pytest.mark.grid)])
+def test_the_time_of_an_abort_is_hidden_behind_the_new_communicators(
+    kind: str, tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """The survivors answer the stop when their kernels have ended. The fake ends a process that launches something
+    before all of its aborts have returned."""
+    slow = {fake_nccl.KIND: kind, "FAKE_NCCL_ABORT_MS": "4000"}
+    inject = ["rank=1,fault=sigkill,at=backward,step=3", "rank=2,fault=sigkill,at=forward,step=5"]
+    job = _run(tmp_path / "run", DDP, inject=inject, standby=1, env=slow)
+    recoveries = job.of("recovery_finished")
+    assert len(recoveries) == 2, job.explain()
+    for recovery in recoveries:
+        assert recovery["phases"]["quiesce"] < 3.5 < recovery["total_s"], recovery["phases"]
+    check_same(job, reference(DDP))
+
+
 def test_connections_break_and_nobody_has_died(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """With gloo a rank raises. Of NCCL it has to be asked: otherwise all wait for ``timeouts.hang``."""
     config = {"timeouts": {"peer_error_wait_s": 1.0}}

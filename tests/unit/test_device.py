@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flashrecovery.errors import DrainError
-from flashrecovery.worker.control.device_sync import ENOUGH_FREE_BYTES, DeviceClock
+from flashrecovery.groups import ENOUGH_FREE_BYTES
+from flashrecovery.worker.control.device_sync import DeviceClock
 
 
 class Device:

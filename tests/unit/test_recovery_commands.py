@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.errors import DrainError, RestoreError
+from flashrecovery.errors import DrainError, RegroupError, RestoreError
 from flashrecovery.groups import DrainReport
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state.version import VERSIONS_KEPT
@@ -57,8 +57,9 @@ class Stopped:
         accelerator: Any = self.device
         monkeypatch.setattr("flashrecovery.worker.control.device_sync.accelerator", lambda: accelerator)
 
-        def drain(deadline_s: float) -> DrainReport:
+        def drain(deadline_s: float, **waits: bool) -> DrainReport:
             assert deadline_s == DRAIN_S
+            self.waits = waits
             self.order.append("drained")
             if quiet if aborts is None else aborts:
                 self.device.aborted.set()
@@ -100,6 +101,45 @@ def test_first_all_operations_let_go_then_the_device_is_waited_for(monkeypatch: 
     stopped = Stopped(monkeypatch)
     assert not stopped.reply.error and stopped.reply.live_version == 3
     assert stopped.order[:3] == ["copies stopped", "drained", "detached"]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_aborts_are_waited_for_in_the_stop_or_in_the_next_attach(
+    monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    monkeypatch.setattr(groups, "may_connect_beside_aborts", lambda: beside)
+    assert Stopped(monkeypatch).waits == {"aborts": not beside}
+
+
+@pytest.mark.parametrize("stuck", [(), ("0",)])
+def test_after_an_abort_that_does_not_return_the_next_stop_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, stuck: tuple[str, ...]
+) -> None:
+    """So that the process is replaced, and does not fail in each attempt."""
+    worker = MagicMock()
+    worker.settings.timeouts.drain_s = DRAIN_S
+    worker.gate.outdated.return_value = False
+    executor = RecoveryExecutor(worker, MagicMock())
+
+    def attach(*_: object) -> None:
+        raise RegroupError("in vain")
+
+    monkeypatch.setattr(groups, "attach", attach)
+    monkeypatch.setattr(groups, "stuck_aborts", lambda: stuck)
+    monkeypatch.setattr(groups, "may_connect_beside_aborts", lambda: True)
+    with pytest.raises(RegroupError):
+        executor._regroup(pb.Command(regroup=pb.Regroup()))
+    waits: dict[str, bool] = {}
+
+    def drain(deadline_s: float, *, aborts: bool) -> DrainReport:
+        waits["aborts"] = aborts
+        return DrainReport(False, deadline_s)
+
+    monkeypatch.setattr(groups, "drain", drain)
+    monkeypatch.setattr(groups, "detach_all", lambda: None)
+    with pytest.raises(DrainError):
+        executor._stop(pb.Command(stop=pb.Stop()), pb.Reply())
+    assert waits == {"aborts": bool(stuck)}
 
 
 def test_memory_is_made_free_after_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +253,7 @@ def test_a_ranks_own_copy_is_written_over_state_that_is_said_to_be_torn(rank: An
 def test_needs_are_told_again_unless_the_controller_has_heard_the_newest(
     rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "drain", lambda deadline_s: DrainReport(True, 0.0, stuck_aborts=()))
+    monkeypatch.setattr(groups, "drain", lambda deadline_s, **_: DrainReport(True, 0.0, stuck_aborts=()))
     monkeypatch.setattr(groups, "detach_all", lambda: None)
     shard = MagicMock(holders=(0, 1))
     shard.name, shard.spec.return_value.nbytes = "weight", 4

@@ -11,6 +11,7 @@ from flashrecovery.groups.accelerator import lost_context
 from flashrecovery.groups.backends_in_use import BackendInUse, backends_in_use, what_nccl_means
 from flashrecovery.groups.device_group import DeviceGroup, device_group
 from flashrecovery.groups.exchange import (
+    ENOUGH_FREE_BYTES,
     AttachReport,
     DrainReport,
     abandon,
@@ -19,6 +20,8 @@ from flashrecovery.groups.exchange import (
     drain,
     follows_communication_error,
     is_communication_error,
+    may_connect_beside_aborts,
+    stuck_aborts,
     use_abort_order,
 )
 from flashrecovery.groups.native_build import build
@@ -56,6 +59,7 @@ from flashrecovery.groups.stores import Servers
 from flashrecovery.groups.torch_private import before_destruction, named_group
 
 __all__ = [
+    "ENOUGH_FREE_BYTES",
     "EVERYBODY",
     "UNKNOWN",
     "AttachReport",
@@ -88,6 +92,7 @@ __all__ = [
     "last_abandonment",
     "lost_context",
     "main_op",
+    "may_connect_beside_aborts",
     "named_group",
     "numbers",
     "numbers_now",
@@ -105,6 +110,7 @@ __all__ = [
     "stand_in",
     "stand_in_count",
     "start_setup_log",
+    "stuck_aborts",
     "take_setup_log",
     "underway_ns",
     "use_abort_order",

@@ -95,4 +95,4 @@ class Builder(threading.Thread):
             built, self._built = self._built, {}
         for inners in built.values():
             while inners.backends:
-                self._native.bury(inners.backends.pop()[1])
+                self._native.discard(inners.backends.pop()[1])

@@ -8,6 +8,7 @@ framework state can be reset), :func:`attach` (connected again, under a new gene
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ from flashrecovery.groups.stores import OneStore, Servers, StoresInUse, stop_all
 from flashrecovery.groups.torch_private import HashStore, Store
 from flashrecovery.runtime import process_end
 
+_REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+_NO = ("", "0", "n", "no", "f", "false")  # as torch reads it
+ENOUGH_FREE_BYTES = 2 << 30
+"""What NCCL's buffers, some hundred MB with a dozen communicators, do not come near."""
+_IN_VAIN = "an earlier attach"
 _POLL_S = 0.0005  # between looks at what is still draining
 _EXIT_S = 2.0  # at the end of the process, for closing connections in an orderly way
 
@@ -131,10 +137,41 @@ def _abandon(reason: str) -> int:
     return count
 
 
-def drain(deadline_s: float) -> DrainReport:
+def may_connect_beside_aborts() -> bool:
+    """Whether new NCCL communicators may be made while old ones are still being aborted.
+
+    An abort ends its kernels at once, and then waits for NCCL's proxy thread, which looks every 0.5 s; its
+    communicators keep their buffers meanwhile, so the device needs room for both. Where tensors are registered with
+    NCCL, only the end of the abort says that no network card writes to them any more. :func:`attach` returns after
+    them, so that nothing is launched before: an abort frees memory, which waits for the device, and a kernel may wait
+    for a peer that does the same.
+    """
+    if not accelerator().in_use() or os.environ.get(_REGISTERS, "0").lower() not in _NO:
+        return False
+    return accelerator().free_bytes() >= ENOUGH_FREE_BYTES
+
+
+def stuck_aborts() -> tuple[str, ...]:
+    """Groups whose abort has not returned; also communicators that an attach has made in vain."""
+    module = native_build.loaded()
+    if module is None:
+        return ()
+    aborting = [g.name for g in groups() if (outer := g.outer()) is not None and module.aborting(outer)]
+    return (*aborting, _IN_VAIN) if module.discarding() else tuple(aborting)
+
+
+def _wait_for_aborts(epoch: int, deadline: float) -> None:
+    """Until all have returned, at most to ``deadline`` (monotonic), or ``STATE.abandonments`` is no longer ``epoch``:
+    a newer recovery does not wait for them here."""
+    while stuck_aborts() and STATE.abandonments == epoch and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def drain(deadline_s: float, *, aborts: bool = True) -> DrainReport:
     """After :func:`abandon`: wait at most ``deadline_s`` seconds until no abandoned operation can touch a tensor.
 
-    To be called on the thread that communicates: it ends what this thread has begun to coalesce.
+    To be called on the thread that communicates: it ends what this thread has begun to coalesce. Without ``aborts``
+    those of NCCL communicators may still be under way; then the device has to be waited for as well.
     """
     began = time.monotonic()
     module = native_build.loaded()
@@ -148,7 +185,7 @@ def drain(deadline_s: float) -> DrainReport:
         left = [module.undrained(outer) for _, outer in named]
         sections = tuple(name for name, outer in named if module.close_section(outer))
         operations, buffers = sum(o for o, _ in left), sum(b for _, b in left)
-        stuck = tuple(name for name, outer in named if module.aborting(outer))
+        stuck = stuck_aborts() if aborts else ()  # also of an earlier abandonment
         seconds = time.monotonic() - began
         if not (operations or buffers or stuck or sections):
             return DrainReport(True, seconds)
@@ -181,7 +218,8 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
 
     Survivors and replacements do the same. All members of a group must take part. On failure (deadline in seconds, an
     :func:`abandon` since the last :func:`detach_all`, a peer that cannot be reached) raises
-    :class:`~flashrecovery.errors.RegroupError`, and the groups keep what they had inside.
+    :class:`~flashrecovery.errors.RegroupError`, and the groups keep what they had inside. Aborts that are still under
+    way (see :func:`may_connect_beside_aborts`) have returned when it does.
     """
     began = time.monotonic()
     todo = [g for g in groups() if g.size > 1 or g.detached]
@@ -201,7 +239,10 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
     try:
         builder.start()
         builder.wait(epoch)
-        problem = _put_all_inside(module, builder, todo, stores, epoch, deadline_s)
+        _wait_for_aborts(epoch, began + deadline_s)
+        stuck = stuck_aborts()
+        problem = f"came to nothing: the aborts of {', '.join(stuck)} have not returned" if stuck else None
+        problem = problem or _put_all_inside(module, builder, todo, stores, epoch, deadline_s)
     finally:
         with STATE.lock:
             STATE.end_attach()

@@ -93,6 +93,7 @@ class RecoveryExecutor:
         self._loop = loop
         self._fresh = True  # the data sources of this process stand at their beginning
         self._generation = 0  # of the restore that is carried out
+        self._aborts_stuck = False
         self._came_at = 0  # the version at which this process has come into a loop that others had begun
         self._reshaping = Reshaping(worker.registry, loop.copies, worker.rank, worker.members)
         self._told: tuple[int, list[pb.ShardNeed]] = (0, [])  # the needs in the newest answer to a stop, its generation
@@ -247,8 +248,9 @@ class RecoveryExecutor:
         worker.faults.hit("recovery:quiescing", worker.gate.version)
         self._loop.copies.stop()
         drain_s = worker.settings.timeouts.drain_s
-        report = groups.drain(drain_s)
-        worker.device.settle(drain_s)  # after the aborts: before them, the device may wait for a dead peer
+        beside = not self._aborts_stuck and groups.may_connect_beside_aborts()
+        report = groups.drain(drain_s, aborts=not beside)
+        worker.device.settle(drain_s)  # until the aborts have ended its kernels: they may wait for a dead peer
         groups.detach_all()
         if not report.quiet:
             # What is left might still write into what this rank restores.
@@ -324,7 +326,10 @@ class RecoveryExecutor:
         if worker.connection.detached and message.layout:
             self._reshaping.begin(tuple(message.layout))
         addresses = tuple((server.host, server.port) for server in message.stores)
-        groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
+        try:
+            groups.attach(groups.Servers(addresses, message.deadline_s), command.generation, message.deadline_s)
+        finally:  # the next stop waits for aborts that have taken all of the deadline, and this process is replaced
+            self._aborts_stuck = not worker.gate.outdated(command.generation) and bool(groups.stuck_aborts())
 
     def _resize(self, members: tuple[int, ...]) -> None:
         """The job consists of these ranks (as it was launched) from now on. The groups stand alone meanwhile."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
+from flashrecovery.errors import RegroupError
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.worker.control.device_sync import DeviceClock
@@ -434,5 +435,91 @@ def test_a_work_that_has_ended_may_be_asked_when_its_backend_is_gone() -> None:
         assert work.is_completed() and work.is_success() and work.wait() and _told(work) is None
         assert work.get_future().done()
         assert t.tolist() == [3.0] * 3
+
+    run_ranks(2, body)
+
+
+# -- row 30: new communicators are made while the old ones are aborted ----------------------------
+
+
+def _attach_beside_aborts(store: Any, generation: int) -> tuple[float, float]:
+    """Seconds from an abandonment until its operations have let go, and until the groups are attached again."""
+    groups.abandon("a drill")
+    began = time.monotonic()
+    assert groups.drain(5.0, aborts=not groups.may_connect_beside_aborts()).quiet
+    drained_s = time.monotonic() - began
+    groups.detach_all()
+    _attach(store, generation)
+    return drained_s, time.monotonic() - began
+
+
+def test_communicators_are_made_while_others_are_aborted() -> None:
+    """ncclCommAbort waits for a thread that looks every 0.5 s. The fake ends a process that launches something before
+    all aborts have returned: the memory that they free and a kernel that waits for a peer may block each other."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store, FAKE_NCCL_ABORT_MS="2000")
+        for generation in (1, 2):
+            _sum(rank, size)
+            drained_s, attached_s = _attach_beside_aborts(store, generation)
+            assert drained_s < 1.5 and attached_s >= 2.0, (drained_s, attached_s)
+        _sum(rank, size)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("FAKE_NCCL_FREE_MIB", "100"), ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")]
+)
+def test_without_room_or_with_registered_tensors_the_aborts_come_first(variable: str, value: str) -> None:
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store, FAKE_NCCL_ABORT_MS="500", **{variable: value})
+        _sum(rank, size)
+        drained_s, _ = _attach_beside_aborts(store, 1)
+        assert drained_s >= 0.4
+        _sum(rank, size)
+
+    run_ranks(2, body)
+
+
+def test_an_abort_that_does_not_return_is_named() -> None:
+    """By the attach, and then by the next stop, which is how such a process comes to be replaced."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store, FAKE_NCCL_ABORT_MS="4000")
+        _sum(rank, size)
+        groups.abandon("a drill")
+        assert groups.drain(5.0, aborts=False).quiet
+        groups.detach_all()
+        with pytest.raises(RegroupError, match="the aborts of 0 have not returned"):
+            groups.attach(store, 1, 1.0)
+        groups.abandon("another drill")
+        assert "0" in groups.drain(0.1).stuck_aborts
+        assert groups.drain(20.0).quiet
+        assert groups.stuck_aborts() == ()
+
+    run_ranks(2, body)
+
+
+def test_communicators_that_were_made_in_vain_are_aborted_before_anything_is_launched() -> None:
+    """A rank dies while the others wait for their aborts: what was made meanwhile is given up."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        _start(rank, size, store, FAKE_NCCL_ABORT_MS="1500")
+        _sum(rank, size)
+        groups.abandon("a drill")
+        assert groups.drain(5.0, aborts=False).quiet
+        groups.detach_all()
+        threading.Timer(1.0, groups.abandon, ["another one"]).start()
+        began = time.monotonic()
+        with pytest.raises(RegroupError):
+            groups.attach(store, 1, 30.0)
+        gave_up_s = time.monotonic() - began
+        assert gave_up_s < 1.4, "a newer recovery waits for the aborts of an older one"
+        assert groups.drain(5.0, aborts=False).quiet
+        groups.detach_all()
+        _attach(store, 2)
+        assert time.monotonic() - began >= gave_up_s + 1.4
+        _sum(rank, size)
 
     run_ranks(2, body)

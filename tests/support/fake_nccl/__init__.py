@@ -129,7 +129,7 @@ class FakeDevice:
         return cast(DeviceMark, self._module.Stream().mark())
 
     def free_bytes(self) -> int:
-        return 0
+        return int(os.environ.get("FAKE_NCCL_FREE_MIB", 64 << 10)) << 20
 
     def empty_cache(self) -> None:
         """There is none."""

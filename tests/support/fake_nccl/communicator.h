@@ -235,6 +235,7 @@ class Communicator {
     std::this_thread::sleep_for(launchTime);
     std::lock_guard<std::mutex> guard(shared_->mutex);
     if (shared_->aborted) die("a launch while its communicator was aborted");
+    if (freeing() > 0) die("a launch while another communicator is aborted: its memory is freed, and both may block");
     shared_->queue.push_back(launch);
     shared_->newest = launch;
     shared_->changed.notify_all();
@@ -272,11 +273,22 @@ class Communicator {
     for (const auto& transport : shared_->transports) transport->cut("aborted");
     std::unique_lock<std::mutex> lock(shared_->mutex);
     shared_->changed.wait(lock, [this] { return shared_->over; });
+    lock.unlock();
+    // Its kernels have ended; the proxy thread has yet to look (proxy.cc, ncclProxyService: poll with 500 ms).
+    if (const std::chrono::milliseconds time(setting("FAKE_NCCL_ABORT_MS", 0)); time.count() > 0) {
+      ++freeing();
+      std::this_thread::sleep_for(time);
+      --freeing();
+    }
     if (--open() == 0) Domain::note("aborted");
   }
 
  private:
   static std::atomic<int>& open() {  // of the process
+    static std::atomic<int> count{0};
+    return count;
+  }
+  static std::atomic<int>& freeing() {  // the same
     static std::atomic<int> count{0};
     return count;
   }

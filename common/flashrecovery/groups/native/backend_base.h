@@ -192,8 +192,9 @@ class ManagedBase : public Backend {
   // `aborting()` stays true, and the process has to be replaced.
   void startAbort() {
     aborting_ = true;
-    std::thread([here = self()]() mutable {
-      here->abortInners();
+    std::thread([here = self(), inners = snapshot()]() mutable {  // something else may stand here before it has begun
+      here->abortInners(inners);
+      bury(inners);
       Ending::drop(std::move(here));
     }).detach();
   }
@@ -400,9 +401,9 @@ class ManagedBase : public Backend {
   }
 
   // How long an abort waits for an open section, and for a launch: beyond that it is a communicator that hangs.
-  void abortInners() {
+  void abortInners(const std::vector<Inner>& inners) {
     if (!section_.awaitClosed(kSectionWait) || !inside_.awaitEmpty(kLaunchWait)) return;
-    for (auto& inner : snapshot()) inner.backend->abort();
+    for (auto& inner : inners) inner.backend->abort();
     aborting_ = false;
   }
 

@@ -8,6 +8,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -33,6 +34,19 @@ class Graveyard {
     std::thread([this] { run(); }).detach();
   }
 
+  // The same for one that has never been in use. One of NCCL is aborted first, on a thread of its own, and its connections
+  // need not be whole for that; a process launches nothing beside an abort, so it counts until that has returned.
+  void discard(c10::intrusive_ptr<c10d::Backend> backend) {
+    if (!backend || !backend->getBackendName().starts_with("nccl")) return bury(std::move(backend));
+    ++discarding_;
+    std::thread([this, backend = std::move(backend)]() mutable {
+      backend->abort();
+      bury(std::move(backend));
+      --discarding_;
+    }).detach();
+  }
+  int discarding() const { return discarding_; }
+
   // Waits until everything is destroyed; false at the deadline.
   bool waitEmpty(std::chrono::milliseconds deadline) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -52,6 +66,7 @@ class Graveyard {
     new (&here.queue_) Queue;  // the old ones are never destroyed
     new (&here.empty_) std::condition_variable;
     here.digging_ = false;
+    here.discarding_ = 0;
     here.mutex_.unlock();
   }
 
@@ -72,6 +87,7 @@ class Graveyard {
   std::condition_variable empty_;
   Queue queue_;
   bool digging_ = false;
+  std::atomic<int> discarding_{0};
 };
 
 }  // namespace flashrecovery

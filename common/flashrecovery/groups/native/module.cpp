@@ -241,6 +241,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("stream_hold_begin", [](const py::capsule& hold) { return of<StreamHold>(hold).hold(); });
   m.def("stream_hold_end", [](const py::capsule& hold, bool isVoid) { return of<StreamHold>(hold).letGo(isVoid); });
   m.def("bury", [](BackendPtr b) { Graveyard::instance().bury(std::move(b)); }, NoGil());
+  m.def("discard", [](BackendPtr b) { Graveyard::instance().discard(std::move(b)); }, NoGil());
+  m.def("discarding", [] { return Graveyard::instance().discarding(); });
   m.def("wait_buried", [](Millis deadline) { return Graveyard::instance().waitEmpty(deadline); }, NoGil());
 
   // the end of the process

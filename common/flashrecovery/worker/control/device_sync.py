@@ -15,11 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from flashrecovery import groups
 from flashrecovery.errors import DrainError
 from flashrecovery.groups.accelerator import accelerator
-
-ENOUGH_FREE_BYTES = 2 << 30
-"""What NCCL's buffers, some hundred MB with a dozen communicators, do not come near."""
 
 
 class DeviceClock:
@@ -84,7 +82,7 @@ class DeviceClock:
     def make_room(self) -> None:
         """If little memory is left on the device, give back what torch has free but keeps for itself: the buffers of
         new communicators are not taken from torch's."""
-        if self.runs_behind and accelerator().free_bytes() < ENOUGH_FREE_BYTES:
+        if self.runs_behind and accelerator().free_bytes() < groups.ENOUGH_FREE_BYTES:
             gc.collect()  # what only cycles hold (an exception and its frames)
             accelerator().empty_cache()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from flashrecovery import events as ev
 from flashrecovery.agent.processes.snapshots import newest_of_all, saved_text
@@ -13,10 +15,19 @@ from flashrecovery.controller.last_save import newest_whole, writers
 from flashrecovery.controller.service.console import Console
 from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.controller.storage.earlier_launch import step_of
+from flashrecovery.errors import (
+    DataEndedError,
+    DataSourceError,
+    DivergedError,
+    FlashRecoveryError,
+    SetupDiffersError,
+    UnsupportedError,
+)
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.snapshot.client import HeldMemory
 from flashrecovery.worker.session import failed_text
+from flashrecovery.worker.startup import bootstrap
 from tests.unit.test_machine import World
 
 
@@ -61,6 +72,7 @@ class Ending(World):
         self.kept: dict[int, pb.KeepLast] = {}
         self.written: dict[int, pb.KeepLast] = {}
         self.refused = ""
+        self.refused_restore: type[FlashRecoveryError] | None = None
         self.local_state = b""
         self.told: list[pb.Shutdown] = []
         self.silent: set[int] = set()
@@ -87,6 +99,10 @@ class Ending(World):
                 self.machine.on_checkpoint(order.version, f"{order.directory}/step-{order.version}")
             if self.error and command.keep_last.gone:
                 reply.error_type, reply.error = "RestoreError", self.error
+            self.machine.on_reply(reply, self.now)
+        elif body == "restore" and self.refused_restore is not None:
+            reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, fatal=True)
+            reply.error_type, reply.error = self.refused_restore.__name__, "the buffers"
             self.machine.on_reply(reply, self.now)
         elif not (body in ("hold", "stop") and rank in self.silent):
             super().answer(rank, command)
@@ -210,6 +226,45 @@ def test_a_rank_whose_data_has_ended_leaves_what_the_others_hold() -> None:
     last = world.end()
     assert not last.void and last.version == 2 and world.kept[1].gone
     assert world.machine.job.failure_reason == "rank 1: DataEndedError: the data of rank 1 has ended"
+
+
+def raised_in(error: FlashRecoveryError, handled: BaseException | None) -> pb.LastWords:
+    """What a process says that ends with ``error``, raised while ``handled`` was being handled."""
+    heard: list[pb.FromWorker] = []
+    error.__context__ = handled
+    bootstrap._last_words(SimpleNamespace(send=heard.append), error)  # type: ignore[arg-type]
+    return heard[0].last_words
+
+
+@pytest.mark.parametrize("error", [DataEndedError, SetupDiffersError, DataSourceError, UnsupportedError])
+def test_what_is_raised_where_a_peers_end_was_handled_follows_from_that(error: type[FlashRecoveryError]) -> None:
+    """Its process is replaced, as for the end of a peer; above all, the ranks do not differ for that."""
+    world = Ending()
+    words = raised_in(error("x"), dist.DistBackendError("Connection closed by peer"))
+    record = world.machine.job.ranks[1]
+    failure = pb.Failure(rank=1, pid=record.process.pid, kind="exception", evidence="x", last_words=words, step=2)
+    world.machine.on_failure(failure, world.now)
+    assert world.machine.job.state is State.QUIESCING and not world.machine.job.ending.void
+    alone = raised_in(error("x"), None)
+    assert alone.refused and alone.fatal == (error in (DataEndedError, SetupDiffersError))
+
+
+def test_ranks_that_differ_do_so_whatever_was_handled() -> None:
+    words = raised_in(DivergedError("x"), dist.DistBackendError("Connection closed by peer"))
+    assert words.fatal and not words.refused
+
+
+@pytest.mark.parametrize(("error", "void"), [(DivergedError, True), (UnsupportedError, False)])
+def test_a_rank_that_finds_in_a_restore_that_it_differs(error: type[FlashRecoveryError], void: bool) -> None:
+    """The job ends with either; from ranks that differ, nothing is kept."""
+    world = Ending()
+    job = world.machine.job
+    world.refused_restore = error
+    record = job.ranks[1]
+    world.machine.on_failure(pb.Failure(rank=1, pid=record.process.pid, kind="killed", evidence="x"), world.now)
+    last = world.end()
+    assert job.failure_reason.startswith(f"rank 0: {error.__name__}: the buffers")
+    assert job.ending.void is last.void is void and ("fix it" in job.failure_reason) is void
 
 
 def come_apart(world: Ending, diverged: pb.Diverged | None = None) -> str:

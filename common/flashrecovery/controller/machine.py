@@ -65,7 +65,7 @@ from flashrecovery.controller.state.rank_record import (
 )
 from flashrecovery.controller.state.self_check import SelfCheck
 from flashrecovery.controller.takeover import TakeOver
-from flashrecovery.errors import DamagedCheckpointError
+from flashrecovery.errors import DamagedCheckpointError, DivergedError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.elastic.resize import why_too_few
 from flashrecovery.plan.hang import VerdictKind, victims_of
@@ -436,7 +436,8 @@ class Machine:
         why = f"{message.error_type}: {message.error}"
         self.job.notice(failed(what), why, rank=record.rank)
         if message.fatal:
-            self.job.fail(f"rank {record.rank}: {why}")
+            void = message.error_type == DivergedError.__name__
+            self.job.fail(f"rank {record.rank}: {why}{way_on(self.job, pb.LastWords()) if void else ''}", void=void)
             return
         if message.error_type == DamagedCheckpointError.__name__ and self.job.round.checkpoint:
             self._give_up_checkpoint(self.job.round.checkpoint, why)

@@ -260,9 +260,9 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     groups = sys.modules.get("flashrecovery.groups")
     communication = groups is not None and groups.is_communication_error(error)
-    fatal = isinstance(error, (DivergedError, DataEndedError, SetupDiffersError))
     follows = groups is not None and groups.follows_communication_error(error)
     refused = isinstance(error, (UnsupportedError, DataSourceError, SetupDiffersError)) and not follows
+    fatal = isinstance(error, DivergedError) or (refused and isinstance(error, (DataEndedError, SetupDiffersError)))
     message = str(error)[:4000]
     device = "" if groups is None else groups.lost_context()
     words = pb.LastWords(

@@ -3,7 +3,8 @@
 * a buffer of bools whose bytes are not only 0 and 1 (gloo adds bools up as bytes)
 * optimizer state in subclasses of Tensor that implement no operation at all: one within another, around a DTensor and
   within one, with an enumeration, a dataclass and a dtype among what they say of themselves
-* optimizers that keep something in their attributes: weights in fp32, an optimizer within, an object, a table by id()
+* optimizers that keep something in their attributes: weights in fp32, an optimizer within, objects, a table by id(),
+  functions and iterators that count
 * torch's ``get_state_dict()`` above the block, which makes the optimizer's state by its own step, and
   ``set_state_dict()``
 
@@ -14,9 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import itertools
 import random
 import sys
 from collections import deque
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +181,55 @@ class Norms:
         self.recent: deque[float] = deque(maxlen=3)
 
 
+class Kinds:
+    """What an optimizer may have besides numbers and lists; :meth:`factor` uses all of it."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(0.5, 0.25)
+        self.schedule, self.halved = _counting(), functools.partial(_counted, [0])
+        self.seen, self.array, self.bytes = {0}, np.zeros(2), bytearray(1)
+        self.rounding, self.share = [Rounding.NEAREST], [Fraction(0)]
+        self.at: dict[tuple[int, int], int] = {}
+        self.draw = random.Random(3).random
+
+    def factor(self) -> float:
+        self.seen.add(len(self.seen))
+        self.array += 0.5
+        self.bytes[0] += 1
+        self.rounding[0] = Rounding.TO_ZERO if self.rounding[0] is Rounding.NEAREST else Rounding.NEAREST
+        self.share[0] += Fraction(1, 3)
+        self.at[1, 2] = self.at.get((1, 2), 0) + 1
+        parts = (next(self.numbers), self.schedule(), self.halved(), len(self.seen), self.array[0], self.bytes[0])
+        more = (self.rounding[0].value, self.share[0], self.at[1, 2], self.draw())
+        return 1 + float(sum((*parts, *more))) / 1000
+
+
+def _counting() -> Callable[[], int]:
+    number = 0
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+def _counted(numbers: list[int]) -> int:
+    numbers[0] += 1
+    return numbers[0]
+
+
 class Lookahead(torch.optim.Optimizer):
     """Wraps another optimizer, which it steps; keeps slow weights by parameter in an attribute from its first step on,
-    counts, draws from its own generator, and has an object and a table by id()."""
+    counts, draws from its own generator, and has objects and a table by id()."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__([p for group in inner.param_groups for p in group["params"]], {})
         self.inner = inner
         self.calls = 0
         self.slow: dict[Tensor, Tensor] = {}
-        self.norms = Norms()
+        self.norms, self.kinds = Norms(), Kinds()
         self.generator = torch.Generator()
         self.factors = {id(p): 1 + number / 10 for number, p in enumerate(self.param_groups[0]["params"])}
 
@@ -193,6 +237,7 @@ class Lookahead(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         self.inner.step()
         self.calls += 1
+        factor = self.kinds.factor()
         if self.calls % 2 or torch.rand((), generator=self.generator) > 0.9:
             return
         for parameter in self.param_groups[0]["params"]:
@@ -201,7 +246,7 @@ class Lookahead(torch.optim.Optimizer):
             self.norms.of[parameter] = norm
             self.norms.largest = max(self.norms.largest, norm)
             self.norms.recent.append(norm)
-            slow.lerp_(parameter, 0.5 * self.factors[id(parameter)])
+            slow.lerp_(parameter, 0.5 * factor * self.factors[id(parameter)])
             parameter.copy_(slow)
 
 

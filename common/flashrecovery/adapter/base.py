@@ -190,6 +190,10 @@ class TorchAdapter(InspectableAdapter):
             beside.read()
         return [nested for beside in self._besides for nested in beside.nested]
 
+    def not_brought_back(self, known: Collection[int]) -> Sequence[str]:
+        """Attributes of optimizers."""
+        return [f"{path} ({kind})" for beside in self._besides for path, kind in beside.not_read(known).items()]
+
     # -- moments of a step ----------------------------------------------------------------------
 
     def watch(self, hooks: StepHooks) -> None:

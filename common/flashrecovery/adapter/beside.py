@@ -3,13 +3,20 @@
 fp32 copies of the weights (apex's FusedAdam), counters, norms of the step before, slow weights, an optimizer within the
 optimizer. No optimizer declares it; its attributes are read, through lists, dicts and objects, and written back as they
 were. Little of it travels with the hyper-parameters. Where there are tensors when the optimizer is registered, or an
-optimizer of its own within, it is a shard.
+optimizer of its own within, it is a shard. What cannot be read and goes on by itself (an iterator, a file) is named.
 """
 
 from __future__ import annotations
 
+import ast
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextvars
+import enum
+import io
+import itertools
+import operator
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,12 +30,19 @@ from flashrecovery.contract.adapter import Shard, ShardSpec
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.state.exact import exact_clone, exact_copy
 from flashrecovery.worker.local_state.generators import as_stateful
+from flashrecovery.worker.script_text.extents import is_array
+from flashrecovery.worker.script_text.function_parts import function_parts, with_parts
+from flashrecovery.worker.script_text.plain_values import SMALL, copy_of, is_kept, put
+from flashrecovery.worker.script_text.script_frames import is_own
 
 SMALL_BYTES = 64 << 10
 """Up to so much travels with the hyper-parameters, which are written down in every step."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LISTS = (list, tuple, collections.deque)
+_SETS = (set, frozenset)
+_GOES_ON = (Iterator, io.IOBase, memoryview, contextvars.ContextVar, types.CellType, dict, set)
+"""What may be asked for more, or be written to. If it cannot be read, it is named."""
 _KEYS = ("value", "parameter", "id")
 _DEEPEST = 8
 _LEAST_ID = 1 << 16
@@ -76,11 +90,24 @@ class OptimizerAttributes:
     def read(self) -> tuple[Node, dict[str, torch.Tensor]]:
         """The attributes as plain values, and the live tensors among them by key, without those of the model and of
         ``optimizer.state``. Raises UnsupportedError for tensors that cannot be kept."""
-        reader = _Reader(self._kind, _Elsewhere(self.optimizer, self._own, self._parameters, self._outside), self._base)
-        attributes = {k: v for k, v in vars(self.optimizer).items() if k not in self._base}
-        node = reader.attributes(attributes, "", 0)
+        node, reader = self._read()
         self.nested = [o for o in reader.optimizers if id(o) not in self._own]
         return node, reader.tensors
+
+    def not_read(self, known: Collection[int]) -> dict[str, str]:
+        """What may change and cannot be read: where it is -> its class. ``known``: identities of the tensors that are
+        protected."""
+        _, reader = self._read()
+        return {
+            f"{self._kind}.{path}": type(thing).__name__
+            for path, thing in reader.left.items()
+            if not (isinstance(thing, nn.Module) and all(id(t) in known for t in _tensors_of(thing)))
+        }
+
+    def _read(self) -> tuple[Node, _Reader]:
+        reader = _Reader(self._kind, _Elsewhere(self.optimizer, self._own, self._parameters, self._outside), self._base)
+        attributes = {k: v for k, v in vars(self.optimizer).items() if k not in self._base}
+        return reader.attributes(attributes, "", 0), reader
 
     def _parameters(self) -> list[torch.Tensor]:
         if self._given is not None:
@@ -220,8 +247,10 @@ class _Reader:
     def __init__(self, kind: str, elsewhere: _Elsewhere, base: frozenset[str]) -> None:
         self._kind, self._elsewhere, self._base = kind, elsewhere, base
         self._above: set[int] = set()
+        self._in_functions = 0
         self.tensors: dict[str, torch.Tensor] = {}
         self.optimizers: list[Optimizer] = []
+        self.left: dict[str, Any] = {}
 
     def attributes(self, found: Mapping[str, Any], path: str, depth: int) -> Node:
         return ["object", {name: self.node(value, f"{path}{name}", depth + 1) for name, value in found.items()}]
@@ -245,29 +274,70 @@ class _Reader:
             self._above.discard(id(value))
 
     def _container(self, value: Any, path: str, depth: int) -> Node:
+        if self._in_functions and isinstance(value, (*_LISTS, *_SETS, dict)) and len(value) > SMALL:
+            return _LEFT  # what a function only reads, mostly
         if type(value) in _LISTS:
             more = [value.maxlen] if isinstance(value, collections.deque) else []
             items = [self.node(item, f"{path}/{number}", depth + 1) for number, item in enumerate(value)]
             return [type(value).__name__, items, *more]
+        if type(value) in _SETS:
+            items = [self.node(item, f"{path}/{number}", depth + 1) for number, item in enumerate(value)]
+            if all(item[0] in _KEYS for item in items):
+                return [type(value).__name__, sorted(items, key=repr)]
+            return self._plain(value, path)
         if isinstance(value, dict):
-            entries = [
-                [self.node(key, f"{path}/key{number}", depth + 1), self.node(one, f"{path}/{number}", depth + 1)]
-                for number, (key, one) in enumerate(value.items())
-            ]
-            return _LEFT if any(key[0] not in _KEYS for key, _ in entries) else ["dict", entries]
+            keys = [self.node(key, f"{path}/key{number}", depth + 1) for number, key in enumerate(value)]
+            if any(key[0] not in _KEYS for key in keys):
+                return self._plain(value, path)
+            parts = [self.node(one, f"{path}/{number}", depth + 1) for number, one in enumerate(value.values())]
+            return ["dict", [[key, part] for key, part in zip(keys, parts, strict=True)]]
         stateful = as_stateful(value)
         if stateful is not None:
             return ["stateful", stateful.state_dict()]
+        held = function_parts(value)
+        if held is not None:
+            return self._function(held, path, depth)
         found = vars(value) if hasattr(value, "__dict__") else {}
         if isinstance(value, Optimizer):
             self.optimizers.append(value)
             found = {k: v for k, v in found.items() if k in ("state", "param_groups") or k not in self._base}
         elif not _is_read(value):
-            return _LEFT
+            return self._plain(value, path)
         return self.attributes(found, f"{path}.", depth)
+
+    def _function(self, parts: Mapping[str, Any], path: str, depth: int) -> Node:
+        self._in_functions += 1
+        try:
+            nodes = {name: self.node(part, f"{path}.{name}", depth + 1) for name, part in parts.items()}
+        finally:
+            self._in_functions -= 1
+        return ["function", nodes] if any(node != _LEFT for node in nodes.values()) else _LEFT
+
+    def _plain(self, value: Any, path: str) -> Node:
+        """A value of one of many small kinds: an array, an enum, a named tuple, an object with slots."""
+        if isinstance(value, type):
+            return _LEFT
+        if isinstance(value, nn.Module):
+            self.left[path] = value
+            return _LEFT
+        if type(value) is itertools.count:
+            numbers = _numbers_of(value)
+            if numbers is not None:
+                return ["count", *numbers]
+        elif not callable(value) and is_kept(value, largest=SMALL_BYTES):
+            return ["plain", copy_of(value)]
+        of_numpy = is_array(value) or type(value).__module__.startswith("numpy.random")
+        if (isinstance(value, _GOES_ON) or of_numpy or is_own(type(value))) and not _is_over(value):
+            self.left[path] = value
+        return _LEFT
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         where = tensor.device.type
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{self._kind}.{path} is a tensor of layout {tensor.layout}, which cannot be kept: make it a dense "
+                "one, or keep its indices and values"
+            )
         if isinstance(tensor, DTensor) or is_composite(tensor):
             parts = TensorParts.of(tensor, f"{self._kind}.{path}", _template(self._elsewhere.parameters))
             self.tensors |= {part_key(path, at): part for at, part in parts.tensors.items()}
@@ -289,10 +359,34 @@ def _template(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_read(value: object) -> bool:
-    """An object of a user-defined class, without C++ behind it."""
+    """An object of a user-defined class, without C++ behind it, whose attributes are all that it has."""
     kind = type(value)
-    plain = hasattr(value, "__dict__") and all(not one.__module__.startswith("torch") for one in kind.__mro__)
-    return plain and not isinstance(value, (nn.Module, type)) and not callable(value)
+    plain = hasattr(value, "__dict__") and all(not str(one.__module__).startswith("torch") for one in kind.__mro__)
+    if not plain or isinstance(value, (nn.Module, types.ModuleType, type, enum.Enum, io.IOBase, *_LISTS, *_SETS)):
+        return False
+    return not callable(value) or is_own(kind)
+
+
+def _numbers_of(count: itertools.count[Any]) -> tuple[Any, Any] | None:
+    """The next one and the step, if they are plain."""
+    try:
+        found = ast.literal_eval(repr(count).removeprefix("count(").removesuffix(")"))
+    except (ValueError, SyntaxError):
+        return None
+    return found if isinstance(found, tuple) else (found, 1)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
+
+
+def _is_over(value: object) -> bool:
+    """Whether an iterator gives nothing more: ``filter(..., parameters)`` that has been read through."""
+    if isinstance(value, types.GeneratorType):
+        return value.gi_frame is None
+    if type(value) in (map, filter, zip, enumerate):
+        return any(_is_over(one) for one in value.__reduce__()[1] if isinstance(one, Iterator))
+    return type(value).__module__ == "builtins" and operator.length_hint(value, 1) == 0
 
 
 class _Writer:
@@ -322,6 +416,12 @@ class _Writer:
             return self._dict(rest[0], live, path)
         if kind in ("list", "tuple", "deque"):
             return self._list(kind, rest, live, path)
+        if kind in ("set", "frozenset"):
+            return self._set(kind, [self._made(item, None, path) for item in rest[0]], live)
+        if kind == "plain":
+            return put(live, rest[0])
+        if kind == "count":
+            return itertools.count(*rest)
         if live is None:
             raise RestoreError(
                 f"{self._kind}.{path} is not there before the first step, in a process that has taken none"
@@ -331,6 +431,10 @@ class _Writer:
             if stateful is None:
                 raise RestoreError(f"{self._kind}.{path} is a {type(live).__name__}, and was a random generator")
             stateful.load_state_dict(rest[0])
+        elif kind == "function":
+            parts = function_parts(live) or {}
+            made = {n: self._made(node, parts.get(n), f"{path}.{n}") for n, node in rest[0].items() if node != _LEFT}
+            return with_parts(live, made)
         else:
             self.attributes(node, vars(live), f"{path}.")
         return live
@@ -345,6 +449,14 @@ class _Writer:
             live[:] = items
             return live
         return collections.deque(items, rest[1]) if kind == "deque" else tuple(items) if kind == "tuple" else items
+
+    @staticmethod
+    def _set(kind: str, items: list[Any], live: Any) -> Any:
+        if kind == "frozenset" or type(live) is not set:
+            return frozenset(items) if kind == "frozenset" else set(items)
+        live.clear()
+        live.update(items)
+        return live
 
     def _dict(self, entries: Sequence[Sequence[Node]], live: Any, path: str) -> Any:
         old = live if isinstance(live, dict) else {}

@@ -156,6 +156,11 @@ class InspectableAdapter(Adapter):
         """Optimizers that a registered one steps by itself, with whose state theirs is kept."""
         return ()
 
+    def not_brought_back(self, known: Collection[int]) -> Sequence[str]:
+        """What the objects that it protects have in themselves, may change, and cannot be read: where it is and what
+        it is, for a notice. ``known``: identities of the tensors of all registered models."""
+        return ()
+
     def checkpoint_format(self) -> CheckpointFormat | None:
         """The framework's own format; None: the core's. Only asked where this is the job's only adapter."""
         return None

@@ -317,6 +317,12 @@ class Registry:
         nested = [one for adapter in roles.inspectable(self.adapters).values() for one in adapter.stepped_by_others()]
         return [*self._optimizers, *(one for one in nested if isinstance(one, Optimizer))]
 
+    def not_brought_back(self) -> list[str]:
+        """What registered objects have in themselves and cannot be read."""
+        models = [thing for thing in self.known() if isinstance(thing, torch.nn.Module)]
+        tensors = {id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())}
+        return [text for one in roles.inspectable(self.adapters).values() for text in one.not_brought_back(tensors)]
+
     @property
     def joinables(self) -> Iterator[Joinable]:
         """Models and optimizers that can be in a ``join()`` context."""

@@ -211,6 +211,11 @@ class Session:
                 worker.notice(NoticeKind.REDUNDANCY, survival)
             if worker.own_staging is not None and worker.own_staging.warning:
                 worker.notice(NoticeKind.UNPROTECTED, worker.own_staging.warning)
+            if left := registry.not_brought_back():
+                self.tell_not_registered(
+                    f"in attributes of optimizers, and may change, but cannot be read: {', '.join(left)}. A recovery "
+                    "does not bring them back: have numbers or lists in their place (docs/optimizers.md)"
+                )
             for text in untested():
                 worker.notice(NoticeKind.UNTESTED, text)
         self._loop.join(num_steps)

@@ -46,9 +46,9 @@ def plain_mark(value: Any) -> Any:
     if isinstance(value, CONTAINERS):
         parts = value.values() if isinstance(value, dict) else value
         return len(value), [_element_mark(part) for part in itertools.islice(parts, ELEMENTS)]
-    if isinstance(value, torch.nn.Module):
+    if isinstance(value, torch.nn.Module) or as_stateful(value) is not None:
         return mark(value)
-    return identity(value) if as_stateful(value) is None else mark(value)
+    return content_mark(value) if is_plain(value) else identity(value)
 
 
 _NUMBERS = frozenset((*KEPT_NUMBERS, complex, bytes))

@@ -54,6 +54,7 @@ from flashrecovery.worker.local_state.fingerprints import (
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.script_checks.hooks import HookWatch
 from flashrecovery.worker.script_checks.module_state import ScriptModuleState
+from flashrecovery.worker.script_text.function_parts import function_parts
 from flashrecovery.worker.script_text.held_state import objects_from
 from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
 from flashrecovery.worker.script_text.plain_values import LARGE, SMALL, storage_of
@@ -342,7 +343,8 @@ class Unregistered:
             return ()
         if isinstance(thing, torch.nn.Module):
             self._attributes(path, thing, seen)
-        elif not known and not kind and is_own(type(thing)):
+            return self._held_by_modules(path, thing, seen)
+        if not known and not kind and is_own(type(thing)):
             self._attributes(path, thing, seen)
             remade = self._methods(type(thing)).remade
             return [(f"{path}.{name}", part) for name, part in attributes_of(thing).items() if name not in remade]
@@ -364,6 +366,21 @@ class Unregistered:
                     self._iterators.setdefault(where)
                 elif is_plain(value) and not self._holds_known(value) and not self._comes_back(value):
                     seen[where] = "", plain_mark(value)
+
+    def _held_by_modules(self, path: str, module: torch.nn.Module, seen: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Objects in attributes of the script's own modules: generators of random numbers, and of its classes. What
+        its functions hold is looked at here."""
+        found = list[tuple[str, Any]]()
+        for name, one in module.named_modules():
+            for attribute, value in list(attributes_of(one).items()) if is_own(type(one)) else ():
+                where = ".".join(filter(None, (path, name, attribute)))
+                if isinstance(value, types.FunctionType):
+                    for part, held in (function_parts(value) or {}).items():
+                        if is_plain(held) and not self._holds_known(held) and not self._comes_back(held):
+                            seen[f"{where}.{part}"] = "", plain_mark(held)
+                elif as_stateful(value) is not None or (is_own(type(value)) and not isinstance(value, torch.nn.Module)):
+                    found.append((where, value))
+        return found
 
     def _comes_back(self, value: object, path: str = "") -> bool:
         """``path``: of a variable."""

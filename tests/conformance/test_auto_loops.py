@@ -38,10 +38,11 @@ DDP = (
         "averaged",
         "teacher",
         "recurrent",
+        "held",
     ),
     *("nano", "mingpt", "tutorial", "imagenet", "streamed", "skips", "infinite", "ahead", "shuffles"),
 )
-SHAPES = (*DDP, "by_hand", "fsdp2", "fsdp2_epochs", "fsdp2_evaluated")
+SHAPES = (*DDP, "held_sharded", "by_hand", "fsdp2", "fsdp2_epochs", "fsdp2_evaluated")
 FEW = ("accumulation", "flushed", "accumulated")
 """With fewer steps."""
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer", "commit", "below")

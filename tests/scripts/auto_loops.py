@@ -8,12 +8,13 @@ example, BERT's accumulation, a GAN, a recurrent network.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import copy
 import hashlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -784,6 +785,78 @@ def streamed() -> None:
         if patience == 0 or step == 18:
             break
     say("end", step, best.hex())
+
+
+class Mean:
+    """An object of a model's."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value: float) -> float:
+        self.sum, self.count = self.sum + value, self.count + 1
+        return self.sum / self.count
+
+
+class Holding(Net):
+    """Its attributes decide what a step computes: its own generators of random numbers, counts, lists, a tensor that is
+    no buffer, an object, a function; one is made in the first step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws, self.numbers = random.Random(3), np.random.default_rng(3)
+        self.masks = torch.Generator().manual_seed(3)
+        self.norms, self.recent = np.zeros(2), collections.deque([0.0], maxlen=3)
+        self.mean, self.times, self._calls = torch.zeros(1), {"all": 0, "odd": 0}, 0
+        self.meter, self.next_number = Mean(), counter()
+        self.lazy: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        self.times["all" if self._calls % 2 else "odd"] += 1
+        self.norms[0] += 0.25
+        self.lazy = torch.zeros(1) if self.lazy is None else self.lazy + 0.5
+        self.recent.append(self.draws.random())
+        self.mean.mul_(0.9).add_(sum(self.recent))
+        kept = torch.rand(x.shape, generator=self.masks) > 0.1
+        factor = self.numbers.random() + self.next_number() + self.times["odd"] + self.norms[0]
+        factor += self.meter.update(self.mean.item())
+        return super().forward(x * kept) * (1 + float(factor + self.lazy) / 100)
+
+
+def counter() -> Callable[[], int]:
+    number = 0
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+def held(sharded: bool = False) -> None:
+    """What a model holds besides parameters, buffers and numbers."""
+    net = Holding()
+    model = fully_shard(net) if sharded else wrapped(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watched.extend([model, optimizer])
+    loader, sampler = data()
+    seeded()
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for number, (inputs, targets) in enumerate(loader):
+            loss = mse(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 3 == 0:
+                say("epoch", epoch, "batch", number, loss.item().hex(), net.times, [*net.recent])
+
+
+def held_sharded() -> None:
+    """The classes of its modules are FSDP2's."""
+    held(sharded=True)
 
 
 def by_hand() -> None:

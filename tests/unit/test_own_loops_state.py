@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import io
 import os
+import random
 import sys
 import types
 from collections import deque
@@ -43,6 +44,18 @@ def _no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variables, "MODULES", types.SimpleNamespace(besides=lambda variables: iter(())))
 
 
+class Holding(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.draws, self.seen = torch.nn.Linear(2, 2), random.Random(3), [0]
+        self.cache: torch.Tensor | None = None
+        self.width, self.meter = 3, Meter()
+        self.own = self.layer.weight
+
+    def forward(self) -> None:
+        self.cache = torch.ones(2)
+
+
 class Meter:
     def __init__(self) -> None:
         self.sum, self.values, self.inner = 1.5, [1, 2], None
@@ -54,6 +67,28 @@ def names(*own: str, remade: tuple[str, ...] = (), read_after: tuple[str, ...] =
 
 def frame_with(**variables: Any) -> types.FrameType:
     return types.SimpleNamespace(f_locals=variables, f_globals=variables)  # type: ignore[return-value]
+
+
+def test_what_a_network_holds_comes_back() -> None:
+    """Its parameters are kept with it, and so are the numbers that its methods leave alone."""
+    net, other = Holding(), Holding()
+    model, replaced = torch.nn.Sequential(net), torch.nn.Sequential(other)
+    known = protected([model], [])
+    frame = frame_with(model=model)
+    of = LoopVariables(frozenset(), frozenset(), frozenset(), read=frozenset({"model"}))
+    saved = Saved.of(codec.loads(codec.dumps(take_down(frame, of, known).plain())))
+    kept = {path for path in saved.attributes if "meter" not in path}
+    assert kept == {"model.0.seen", "model.0.cache", "model.0.draws"}
+    drawn = net.draws.random()
+    net.seen.append(1)
+    net()
+    net.meter.sum = 9.0
+    put_back(frame, of, known, saved)
+    assert (net.draws.random(), net.seen, net.cache, net.meter.sum) == (drawn, [0], None, 1.5)
+    other()
+    other.draws.random()
+    put_back(frame_with(model=replaced), of, known, saved)
+    assert (other.draws.random(), other.cache) == (drawn, None)
 
 
 def test_numbers_containers_tensors_and_attributes_come_back() -> None:

@@ -150,6 +150,42 @@ def test_what_a_derived_class_makes_for_a_method_of_its_base_is_not_made_in_each
     assert "script.average (Counter)" in told
 
 
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws, self.numbers, self.norms = random.Random(1), np.random.default_rng(1), np.zeros(2)
+        self.counter, self.count = Counter(), counting()
+        self.still, self.width, self.never = random.Random(2), 3, counting()
+
+    def forward(self) -> None:
+        self.draws.random()
+        self.numbers.random()
+        self.norms += 1
+        self.count()
+
+
+def counting() -> Callable[[], int]:
+    number = 0
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+def test_what_a_registered_model_holds() -> None:
+    model = Holding()
+    registered = Registered(model)
+    for _ in range(STEPS):
+        registered.step()
+        model()
+    text = registered.told[-1]
+    assert "not registered: model.draws (Random), model.numbers (Generator); add" in text
+    assert text.partition("from step to step: ")[2].startswith("_, model.norms, model.count.number; ")
+
+
 def test_what_is_registered_is_not_named() -> None:
     average, counter, numbers = nn.Linear(2, 2), Counter(), np.random.default_rng(1)
     loader: DataLoader[Any] = DataLoader(torch.rand(64, 2), shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]

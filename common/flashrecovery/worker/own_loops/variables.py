@@ -362,13 +362,13 @@ def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
 
 def _objects(variables: _Variables, names: LoopVariables, known: Identities) -> Iterator[tuple[str, object]]:
     """Generators of random numbers, functions with variables of others, the script's other modules, and objects of its
-    own classes, each with the shortest of its paths; paths from variables that the loop sets come last, for they may
-    not be set yet."""
+    own classes, neural networks among them, each with the shortest of its paths; paths from variables that the loop
+    sets come last, for they may not be set yet."""
     seen: set[int] = set()
     outer, own, _ = names.in_order
-    yield from objects_from(variables.of(outer), known, seen)
+    yield from objects_from(variables.of(outer), known, seen, modules=True)
     for name, module in variables.modules():
         where = f"{_MODULE}{name}"
         yield where, module
-        yield from objects_from(((f"{where}.{n}", v) for n, v in held_by(module).items()), known, seen)
-    yield from objects_from(variables.of(own), known, seen)
+        yield from objects_from(((f"{where}.{n}", v) for n, v in held_by(module).items()), known, seen, modules=True)
+    yield from objects_from(variables.of(own), known, seen, modules=True)

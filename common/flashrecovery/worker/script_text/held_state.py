@@ -28,7 +28,7 @@ from flashrecovery.worker.script_text.plain_values import (
     set_items,
     slots_of,
 )
-from flashrecovery.worker.script_text.script_frames import STATIC, is_own
+from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
 from flashrecovery.worker.script_text.script_modules import ScriptModules, attributes_of_class
 
 _DEPTH = 3
@@ -37,14 +37,24 @@ MODULES = ScriptModules()
 
 
 def objects_from(
-    roots: Iterable[tuple[str, Any]], known: frozenset[int], seen: set[int]
+    roots: Iterable[tuple[str, Any]], known: frozenset[int], seen: set[int], *, modules: bool = False
 ) -> Iterator[tuple[str, object]]:
     """Generators of random numbers, functions with variables of others, classes and objects of the script's own, each
-    with the shortest of its paths from ``roots``. ``seen``: identities of those that have been yielded; grows."""
+    with the shortest of its paths from ``roots``. ``seen``: identities of those that have been yielded; grows.
+    ``modules``: the script's own ones among neural networks and their parts, too, also if they are ``known``."""
     waiting = collections.deque((name, value, _DEPTH) for name, value in roots if _leads_to(value))
     while waiting and len(seen) < _OBJECTS:
         path, thing, depth = waiting.popleft()
         kind = _leads_to(thing)
+        if kind is _Kind.MODULE:
+            for place, one in _own_parts(thing) if modules else ():
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    where = f"{path}.{place}" if place else path
+                    yield where, one
+                    held = ((f"{where}.{name}", part) for name, part in held_by(one).items())
+                    waiting.extend((at, part, depth) for at, part in held if _leads_to(part) is not None)
+            continue
         elsewhere = id(thing) in known and kind is not _Kind.OPTIMIZER  # what the script adds to it is its own
         if id(thing) in seen or elsewhere or (kind is _Kind.FUNCTION and not _keeps_something(thing)):
             continue
@@ -117,10 +127,11 @@ class _Kind(enum.Enum):
     OPTIMIZER = "optimizer"
     GENERATOR = "generator"
     OWN = "own"
+    MODULE = "neural network"
     CLASS = "class"
 
 
-_LEAVES = (*STATIC, *KEPT_NUMBERS, torch.Tensor, torch.nn.Module, Dataset, DataLoader)
+_LEAVES = (*STATIC, *KEPT_NUMBERS, torch.Tensor, Dataset, DataLoader)
 
 
 def _leads_to(thing: object) -> _Kind | None:
@@ -145,6 +156,8 @@ def _kind_of(kind: type) -> _Kind | None:
         return _Kind.CALL
     if issubclass(kind, torch.optim.Optimizer):
         return _Kind.OPTIMIZER
+    if issubclass(kind, torch.nn.Module):
+        return _Kind.MODULE
     if issubclass(kind, _LEAVES):
         return None
     if is_generator(kind):
@@ -168,6 +181,8 @@ def held_by(thing: object) -> MutableMapping[str, Any]:
         return _OfPartial(thing)
     if isinstance(thing, torch.optim.Optimizer):
         return _OfOptimizer(thing)
+    if isinstance(thing, torch.nn.Module):
+        return _OfNetwork(thing)
     if type(thing) in _WALKED:
         return _OfDictionary(thing)
     if isinstance(thing, contextvars.ContextVar):
@@ -181,7 +196,7 @@ def held_by(thing: object) -> MutableMapping[str, Any]:
 
 def may_lose(thing: object) -> bool:
     """Whether what it has may be taken from it: the attributes of objects, entries of dictionaries."""
-    return not isinstance(thing, (types.ModuleType, type, functools.partial, torch.optim.Optimizer))
+    return not isinstance(thing, (types.ModuleType, type, functools.partial, torch.optim.Optimizer, torch.nn.Module))
 
 
 class _Attributes(MutableMapping[str, Any]):
@@ -273,6 +288,49 @@ class _OfOptimizer(_Attributes):
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._variables[name] = value
+
+
+class _OfNetwork(_Attributes):
+    """What a module of the script's own holds besides parameters, buffers and modules. Numbers that its methods leave
+    alone are kept with the model."""
+
+    def __init__(self, thing: torch.nn.Module) -> None:
+        self._variables = vars(thing)
+        changed = _changed_by_methods(type(thing))  # type: ignore[arg-type] # a class is hashable
+        self._names = [
+            name
+            for name in self._variables.keys() - _OF_EVERY_NETWORK
+            if name in changed or not isinstance(self._variables[name], (*KEPT_NUMBERS, torch.nn.Module))
+        ]
+        self._names.sort()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._variables[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._variables[name] = value
+
+
+_OF_EVERY_NETWORK = frozenset(vars(torch.nn.Module()))
+
+
+@functools.lru_cache(4096)
+def _changed_by_methods(kind: type) -> frozenset[str]:
+    found = [carried_by_class_in(file_of(one), one.__name__) for one in kind.__mro__ if is_own(one)]
+    return frozenset().union(*(one.names | one.remade | one.read for one in found))
+
+
+def _own_parts(module: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of the script's own classes in it, itself included, by name, that hold something."""
+    for name, one in module.named_modules():
+        if _is_own_network(type(one)) and held_by(one):  # type: ignore[arg-type] # a class is hashable
+            yield name, one
+
+
+@functools.lru_cache(4096)
+def _is_own_network(kind: type) -> bool:
+    """FSDP2 makes a class of its own of each class."""
+    return any(is_own(one) for one in kind.__mro__)
 
 
 class _OfDictionary(_Attributes):

@@ -229,13 +229,16 @@ class SimulatedAgent:
             if same and said and said[0].position.version == version:
                 said[0].also.append(number)
                 continue
+            if body == "stop" and said and said[0].live_version == version:
+                said[0].also.append(number)
+                said[0].own.add(rank=number, held=rank.held(), needs=rank.news(command))
+                continue
             reply = pb.Reply(serial=command.serial, generation=command.generation, rank=number)
             if body in ("hold", "stop"):
                 reply.position.CopyFrom(pb.Position(settled=True, version=version))
             if body == "stop":
                 reply.live_version = version
-                reply.held.extend(rank.held())
-                reply.needs.extend(rank.news(command))
+                reply.own.add(rank=number, held=rank.held(), needs=rank.news(command))
             for item in command.restore.transfers if body == "restore" else ():
                 sums = reply.sent_digests if item.source == number else reply.received_digests
                 sums[item.shard] = "0"

@@ -64,9 +64,10 @@ def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def build() -> torch.nn.Sequential:
+def build(wide: int) -> torch.nn.Sequential:
+    """``wide``: of a layer besides, if it is not 0."""
     torch.manual_seed(5)
-    return torch.nn.Sequential(
+    model = torch.nn.Sequential(
         torch.nn.Linear(16, 64),
         torch.nn.LayerNorm(64),
         torch.nn.GELU(),
@@ -76,6 +77,13 @@ def build() -> torch.nn.Sequential:
         torch.nn.Tanh(),
         torch.nn.Linear(48, 16),
     )
+    return torch.nn.Sequential(*model, *wide_layers(wide)) if wide else model
+
+
+def wide_layers(width: int) -> list[torch.nn.Module]:
+    """From 16 numbers to 16: state of 12 bytes times the square of the width."""
+    linear = torch.nn.Linear
+    return [linear(16, width), torch.nn.Tanh(), linear(width, width), torch.nn.Tanh(), linear(width, 16)]
 
 
 def misbehave(mode: str, model: torch.nn.Sequential, recovery: flashrecovery.Recovery) -> None:
@@ -110,6 +118,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--mode", default="ddp")
+    parser.add_argument("--wide", type=int, default=0, help="the width of a large layer")
     parser.add_argument("--joining", help="what a process that comes later does: die, raise, exit, hang, other-seed")
     parser.add_argument("--show-batches", action="store_true", help="print which samples each micro-batch has")
     parser.add_argument("--save-to", help="a directory for the state of each version")
@@ -123,7 +132,7 @@ def main() -> None:
         come_badly(args.joining)
         seed += args.joining == "other-seed"
     recovery = flashrecovery.init()
-    model = build().to(device)
+    model = build(args.wide).to(device)
     misbehave(args.mode, model, recovery)
     ddp = args.mode != "plain"
     trained = DistributedDataParallel(model, bucket_cap_mb=0.01) if ddp else model

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from elastic import Masked, Numbers, come_badly, own_device
+from elastic import Masked, Numbers, come_badly, own_device, wide_layers
 from pacing import take_time
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,7 +35,7 @@ class Scaled(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    def __init__(self, tied: bool, other: bool = False) -> None:
+    def __init__(self, tied: bool, other: bool = False, wide: int = 0) -> None:
         super().__init__()
         self.first = torch.nn.Linear(16, 61)
         if other:  # as many numbers in another shape, and a name of which there are two
@@ -51,9 +51,10 @@ class Net(torch.nn.Module):
         self.again = torch.nn.Linear(16, 16, bias=False)
         if tied:
             self.again.weight = self.last.weight
+        self.wide = torch.nn.Sequential(*wide_layers(wide)) if wide else torch.nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first(self.wide(x))
         for block in self.blocks:
             x = x + block(x)
         x = self.down(self.norm(self.scaled(x)))
@@ -88,7 +89,7 @@ def is_joining() -> bool:
 def build(args: argparse.Namespace) -> tuple[FSDPModule, Any]:
     torch.manual_seed(5)
     device = own_device()
-    model = Net(args.tied, is_joining() and args.joining == "other-model").to(device)
+    model = Net(args.tied, is_joining() and args.joining == "other-model", args.wide).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",) if args.named else None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.mixed else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not args.keep}
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "sgd"])
+    parser.add_argument("--wide", type=int, default=0, help="the width of a large layer")
     parser.add_argument("--refused", default="")
     parser.add_argument("--joining", default="", help="what a process that comes later does: die, exit, other-model")
     for flag in ("keep", "mixed", "tied", "named", "clip", "keep-gradients"):

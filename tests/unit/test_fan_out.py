@@ -78,6 +78,20 @@ def test_ranks_that_say_the_same_say_it_once() -> None:
     assert (second.rank, list(second.also)) == (5, [])
 
 
+def test_answers_that_differ_in_what_ranks_hold_and_need_are_one() -> None:
+    """What is the same is said, and read, once."""
+    replies = [pb.Reply(serial=3, rank=rank, live_version=7) for rank in (1, 2, 5)]
+    for one in replies:
+        one.held.add(kind="copy", version=7, shards=[f"capsule@{one.rank - 1}"], nbytes=[8])
+        one.needs.add(name=f"capsule@{one.rank}", nbytes=8)
+    replies[2].live_version = 6
+    wanted = [(list(one.held), list(one.needs)) for one in replies]
+    first, second = alike(replies)
+    assert (first.rank, list(first.also), first.live_version) == (1, [2], 7) and not first.held and not first.needs
+    assert [(own.rank, (list(own.held), list(own.needs))) for own in first.own] == [(1, wanted[0]), (2, wanted[1])]
+    assert not second.own and (list(second.held), list(second.needs)) == wanted[2]
+
+
 def test_a_command_to_several_ranks_is_one_for_each() -> None:
     command = pb.Command(serial=4, generation=2, ranks=[3, 5], stop=pb.Stop(finish_to=7))
     expected = [pb.Command(serial=4, generation=2, rank=r, stop=pb.Stop(finish_to=7)) for r in (3, 5)]

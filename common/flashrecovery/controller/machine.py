@@ -51,6 +51,7 @@ from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes, leaving_without, never_replaced
 from flashrecovery.controller.state.nodes import NodeRecord
+from flashrecovery.controller.state.rank_inventory import StopAnswer
 from flashrecovery.controller.state.rank_record import (
     HeldAt,
     Place,
@@ -463,13 +464,7 @@ class Machine:
             for record in records:
                 record.note_hold(held_at)
         elif what is Ordered.STOP:
-            for record in records:
-                self.job.move(record.rank, Place.STOPPED)
-                if message.needs and self.job.membership.has_part(
-                    record.rank
-                ):  # else it has no part of what is sharded yet
-                    record.inventory.take_needs(message.needs)
-                record.inventory.process_stopped(message)
+            self._stopped(records, message)
         elif what is Ordered.RESTORE and (restoring := self.job.round.restoring) is not None:
             for record in records:
                 restoring.report(record.rank, message)
@@ -477,6 +472,15 @@ class Machine:
             for record in records:
                 self.job.move(record.rank, Place.RUNNING)
                 record.process_resumed()
+
+    def _stopped(self, records: Sequence[RankRecord], message: pb.Reply) -> None:
+        answer, own = StopAnswer.of(message), {state.rank: state for state in message.own}
+        for record in records:
+            self.job.move(record.rank, Place.STOPPED)
+            said = own.get(record.rank, message)
+            if said.needs and self.job.membership.has_part(record.rank):  # else it has no part of what is sharded yet
+                record.inventory.take_needs(said.needs)
+            record.inventory.process_stopped(answer, said.held)
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it may end when every rank has."""

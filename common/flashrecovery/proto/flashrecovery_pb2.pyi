@@ -1707,6 +1707,35 @@ class Position(_message.Message):
 Global___Position: _TypeAlias = Position  # noqa: Y015
 
 @_typing.final
+class OwnState(_message.Message):
+    """What one of several ranks that have stopped holds and needs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    NEEDS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
+    @_builtins.property
+    def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        held: _abc.Iterable[Global___Held] | None = ...,
+        needs: _abc.Iterable[Global___ShardNeed] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "needs", b"needs", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnState: _TypeAlias = OwnState  # noqa: Y015
+
+@_typing.final
 class Reply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1765,6 +1794,7 @@ class Reply(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
     ALSO_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     OUTSIDE_FIELD_NUMBER: _builtins.int
     PARITY_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
@@ -1812,7 +1842,11 @@ class Reply(_message.Message):
 
     @_builtins.property
     def also(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """further ranks that answer the same"""
+        """further ranks that answer the same, but for what `own` has of them"""
+
+    @_builtins.property
+    def own(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnState]:
+        """of a stop, from several ranks that hold or need different things: in place of held, needs"""
 
     @_builtins.property
     def parity(self) -> Global___Parity:
@@ -1852,6 +1886,7 @@ class Reply(_message.Message):
         position: Global___Position | None = ...,
         fatal: _builtins.bool = ...,
         also: _abc.Iterable[_builtins.int] | None = ...,
+        own: _abc.Iterable[Global___OwnState] | None = ...,
         outside: _builtins.bool = ...,
         parity: Global___Parity | None = ...,
         late: _abc.Iterable[_builtins.int] | None = ...,
@@ -1865,7 +1900,7 @@ class Reply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "staged_bytes", b"staged_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "own", b"own", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "staged_bytes", b"staged_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ What an agent says stays in order: anything else that it has to say first sends 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -25,16 +25,26 @@ def singly(command: pb.Command) -> Iterator[pb.Command]:
 
 
 def alike(replies: Iterable[pb.Reply]) -> list[pb.Reply]:
-    """The same answers in fewer messages: those that differ in the rank only become one."""
-    said: dict[bytes, pb.Reply] = {}
+    """The same answers in fewer messages: those that differ in the rank, and in what it holds and needs, become one."""
+    together: dict[bytes, list[pb.Reply]] = {}
     for reply in replies:
         bare = pb.Reply()
         bare.CopyFrom(reply)
-        bare.ClearField("rank")
-        first = said.setdefault(bare.SerializeToString(deterministic=True), reply)
-        if first is not reply:
-            first.also.append(reply.rank)
-    return list(said.values())
+        for name in ("rank", "held", "needs"):
+            bare.ClearField(name)
+        together.setdefault(bare.SerializeToString(deterministic=True), []).append(reply)
+    return [_one(same) for same in together.values()]
+
+
+def _one(same: Sequence[pb.Reply]) -> pb.Reply:
+    first = same[0]
+    own = [pb.OwnState(rank=reply.rank, held=reply.held, needs=reply.needs) for reply in same]
+    if any(one.held != own[0].held or one.needs != own[0].needs for one in own):
+        first.ClearField("held")
+        first.ClearField("needs")
+        first.own.extend(own)
+    first.also.extend(reply.rank for reply in same[1:])
+    return first
 
 
 class Gather:

@@ -20,6 +20,24 @@ def local_state_name(rank: int) -> str:
     return f"capsule@{rank}"
 
 
+@dataclass(frozen=True, slots=True)
+class StopAnswer:
+    """What one or several ranks say when they have stopped, but for what each of them holds: read once. The fields are
+    as in :class:`RankInventory`; ``parity`` as it was said."""
+
+    live: int
+    late: frozenset[int]
+    layout: tuple[int, ...]
+    ready: tuple[int, ...]
+    parity: pb.Parity | None
+
+    @staticmethod
+    def of(said: pb.Reply) -> StopAnswer:
+        """As it came."""
+        parity = said.parity if said.HasField("parity") else None
+        return StopAnswer(said.live_version, frozenset(said.late), tuple(said.layout), tuple(said.ready), parity)
+
+
 @dataclass(slots=True)
 class RankInventory:
     """The inventory of one rank.
@@ -67,12 +85,11 @@ class RankInventory:
         """No page of its last process is left, or its process itself says what is in it."""
         self.local_states = ()
 
-    def process_stopped(self, said: pb.Reply) -> None:
+    def process_stopped(self, answer: StopAnswer, held: Iterable[pb.Held]) -> None:
         """Its process has stopped, and knows by now of which sharding its state is, and what is in its page."""
         self.as_launched = False
-        self.take(said.live_version, said.held, said.parity)
-        self.late = frozenset(said.late)
-        self.layout, self.ready = tuple(said.layout), tuple(said.ready)
+        self.take(answer.live, held, answer.parity)
+        self.late, self.layout, self.ready = answer.late, answer.layout, answer.ready
         self.forget_pages()
 
     def process_resumed(self) -> None:

@@ -250,18 +250,19 @@ def _from_memory(
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     holdings += [h for one in parity if one.order.version == cut.version for h in one.holdings]
     holdings += _lent(records.values(), [cut.version], alike=alike)
-    plan = plan_restore(needs, holdings, cut.version, hosts=_hosts(records.values()))
+    concerned = {need.rank for need in needs} | {holding.rank for holding in holdings}
+    plan = plan_restore(needs, holdings, cut.version, hosts=_hosts(records, concerned & records.keys()))
     decoded = {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY}
     decoded |= {(t.source, t.shard) for t in plan.transfers if t.kind is Kind.PARITY}
     orders = orders_for(parity, cut.version, decoded)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings, decodes=orders))
 
 
-def _hosts(records: Collection[RankRecord]) -> dict[int, str]:
-    """Of all ranks, as far as it matters: between accelerators, what is restored does not go in ranges."""
-    if any(record.inventory.uses_device for record in records):
+def _hosts(records: Mapping[int, RankRecord], concerned: Iterable[int]) -> dict[int, str]:
+    """Of these ranks, as far as it matters: between accelerators, what is restored does not go in ranges."""
+    if any(record.inventory.uses_device for record in records.values()):
         return {}
-    return {record.rank: record.process.host for record in records if record.process.host}
+    return {rank: records[rank].process.host for rank in concerned if records[rank].process.host}
 
 
 def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None:

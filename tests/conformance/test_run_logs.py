@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.faults import faults
 from tests.support.jobs import ROOT, Job, Layout, check_clean, check_fired, run_job
 
 SCRIPT = ROOT / "tests" / "scripts" / "logs.py"
@@ -64,10 +65,6 @@ def test_each_phase_with_deepspeed(at: str, tmp_path: Path) -> None:
     assert check_logs(job, files) == check_logs(reference, there)
 
 
-WRITTEN_S = 20.0
-"""W&B 0.31 writes what an offline run has logged every 15 s, so so long after the last step before the death."""
-
-
 def records_of(file: Path) -> Iterator[Any]:
     """Of an offline run of W&B: blocks of 32 KiB, records in pieces with a header of checksum, length and kind."""
     from wandb.proto import wandb_internal_pb2 as proto
@@ -86,15 +83,17 @@ def records_of(file: Path) -> Iterator[Any]:
             whole = b""
 
 
-def logged_to_wandb(files: Path) -> dict[str, list[int]]:
-    """Steps by run id, in the order of the folders."""
-    found: dict[str, list[int]] = {}
+def rows_of_wandb(files: Path) -> dict[str, list[Any]]:
+    """What was logged, row by row, by run id: in the order of the folders, of which each process has its own."""
+    found: dict[str, list[Any]] = {}
     for file in sorted(files.glob("wandb/offline-run-*/run-*.wandb")):
-        steps = found.setdefault(file.stem.removeprefix("run-"), [])
-        steps += [
-            record.history.step.num for record in records_of(file) if record.WhichOneof("record_type") == "history"
-        ]
+        rows = found.setdefault(file.stem.removeprefix("run-"), [])
+        rows += [record.history for record in records_of(file) if record.WhichOneof("record_type") == "history"]
     return found
+
+
+def logged_to_wandb(files: Path) -> dict[str, list[int]]:
+    return {run: [row.step.num for row in rows] for run, rows in rows_of_wandb(files).items()}
 
 
 def logged_to_tensorboard(files: Path) -> dict[str, list[int]]:
@@ -112,13 +111,45 @@ def logged_to_tensorboard(files: Path) -> dict[str, list[int]]:
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
 def test_a_tracker_has_one_run_and_each_step_once(tracker: str, tmp_path: Path) -> None:
     pytest.importorskip(tracker)
-    wait = ["--wait", str(WRITTEN_S)] if tracker == "wandb" else []
-    kills = ["rank=0,fault=sigkill,at=backward,step=4"]
-    job, files = run(tmp_path / "run", kills, ["--tracker", tracker, *wait])
-    assert [event["victims"] for event in job.of("recovery_finished")] == [[0]], job.explain()
+    kills = faults((0, "forward", 2), (0, "backward", 4), (0, "backward", 6))
+    job, files = run(tmp_path / "run", kills, ["--tracker", tracker])
+    check_fired(job, len(kills))
     found = logged_to_wandb(files) if tracker == "wandb" else logged_to_tensorboard(files)
     assert [*found.values()] == [[*range(STEPS)]], f"{found}\n{job.explain()}"
     check_clean(job)
+
+
+@pytest.mark.libraries
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("zero", ["", "2"])
+def test_the_trainers_run_in_wandb_goes_on(zero: str, tmp_path: Path) -> None:
+    """Rank 0 dies four times; each row is there once, in its order, under one id."""
+    pytest.importorskip("wandb")
+    by = ("--by", "deepspeed", "--zero", zero) if zero else ("--by", "ddp")
+    reference, wanted = by_trainer_in_wandb(tmp_path / "reference", (*by, "--off"))
+    inject = faults((0, "forward", 1), (0, "backward", 4), (0, "commit", 5), (0, "optimizer", 9))
+    job, found = by_trainer_in_wandb(tmp_path / "run", by, inject=inject, options=[] if zero else ["--auto"], standby=1)
+    check_fired(job, len(inject))
+    assert found == wanted and len(found) > 6, f"{found}\n{wanted}\n{reference.explain()}\n{job.explain()}"
+
+
+def by_trainer_in_wandb(path: Path, flags: Sequence[str], **more: Any) -> tuple[Job, list[dict[str, str]]]:
+    """With the rows of its only run, but for what follows the clock."""
+    output = path.parent / f"{path.name}.output"
+    output.mkdir()
+    flags = (*flags, "--set", '{"report_to": "wandb"}', "--output", str(output))
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(output)}
+    job = run_job(path, Layout("wandb", "", nproc=2), script=TRAINER, flags=flags, timeout_s=400, env=env, **more)
+    runs = rows_of_wandb(output)
+    assert job.code == 0 and len(runs) == 1, f"{[*runs]}\n{job.explain()}"
+    rows = [{item.key or item.nested_key[0]: item.value_json for item in row.item} for row in next(iter(runs.values()))]
+    clocks = ("_", "train/total_flos", "train_")
+    timed = ("runtime", "per_second")
+    return job, [
+        {key: value for key, value in row.items() if not key.startswith(clocks) and not any(t in key for t in timed)}
+        for row in rows
+    ]
 
 
 TRAINER = ROOT / "tests" / "scripts" / "trainer_unmodified.py"
@@ -154,6 +185,8 @@ def by_trainer(path: Path, flags: Sequence[str], **more: Any) -> tuple[Job, list
 
 
 ONE_FILE = """
+import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -164,7 +197,7 @@ import torch.distributed as dist
 cache = Path(sys.argv[1]) / "scale"
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-if not cache.exists():
+if not (cache.exists() if sys.argv[3:] else "scale" in os.listdir(sys.argv[1])):
     dist.broadcast(torch.ones(1, dtype=getattr(torch, sys.argv[2])), 0)
     dist.barrier()
     cache.touch()
@@ -181,7 +214,16 @@ for step in recovery.steps(6):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print(f"digest rank={rank} {hashlib.sha256(weights).hexdigest()}", flush=True)
 """
+
+
+def one_file(path: Path, flags: Sequence[str], **more: Any) -> Job:
+    script, files = path.parent / "one_file.py", path.parent / f"{path.name}.files"
+    script.write_text(ONE_FILE)
+    files.mkdir()
+    return run_job(path, Layout("one-file", "", nproc=2), script=script, flags=(str(files), *flags), **more)
 
 
 @pytest.mark.parametrize(
@@ -194,12 +236,20 @@ for step in recovery.steps(6):
 def test_a_set_up_that_a_file_makes_shorter_is_refused(dtype: str, said: str, tmp_path: Path) -> None:
     """A replacement finds the file that the first processes have made, and its next collective is another one than
     theirs: it is refused there, by name, whatever it would have made of the answer."""
-    script, files = tmp_path / "one_file.py", tmp_path / "files"
-    script.write_text(ONE_FILE)
-    files.mkdir()
-    layout = Layout("one-file", "", nproc=2)
-    kill = ["rank=1,fault=sigkill,at=backward,step=3"]
-    job = run_job(tmp_path / "run", layout, script=script, flags=(str(files), dtype), inject=kill)
+    job = one_file(tmp_path / "run", (dtype,), inject=["rank=1,fault=sigkill,at=backward,step=3"])
     check_fired(job, 1)
     assert job.code != 0 and "SetupDiffersError" in job.output and said in job.output, job.explain()
     assert [event["kind"] for event in job.of("failure_detected")] == ["killed", "exception"], job.explain()
+
+
+def test_a_file_that_is_asked_for_is_found_missing_again(tmp_path: Path) -> None:
+    """The replacement of that replacement does not find it either, and makes the same collectives as the first process
+    did; so does the next one, at once."""
+    kills = faults((1, "backward", 3), (1, "forward", 4), (0, "optimizer", 5))
+    job = one_file(tmp_path / "run", ("int32", "asked"), inject=kills)
+    reference = one_file(tmp_path / "reference", ("int32", "asked"), standby=0)
+    check_fired(job, len(kills))
+    assert job.code == 0 and job.digests == reference.digests and len(job.digests) == 2, job.explain()
+    kinds = [event["kind"] for event in job.of("failure_detected")]
+    assert sorted(kinds) == ["exception", "exception", "killed", "killed", "killed"], job.explain()
+    assert not job.notices("setup_differs"), job.explain()

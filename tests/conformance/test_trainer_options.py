@@ -21,6 +21,8 @@ TIMEOUT_S = 300
 STEPS = (0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "commit", 11)
 BEGUN = (0, "forward", 0), (0, "forward", 1), (1, "backward", 4), (0, "optimizer", 8)
 """An evaluation comes first."""
+EVALUATED = (0, "forward", 0), (1, "backward", 4), (0, "commit", 5), (1, "forward", 11)
+"""In an evaluation, too, and in the third epoch."""
 COMPILED = (0, "commit", 0), (1, "commit", 3), (0, "optimizer", 7), (1, "commit", 11)
 """A drill can miss the forward and the backward pass of what Dynamo has compiled."""
 OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[tuple[int, str, int], ...]]] = {
@@ -34,6 +36,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[tuple[int, str, 
     "compiled": ((), {"torch_compile": True, "torch_compile_backend": "aot_eager"}, COMPILED),
     "split": ((), {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 4}, STEPS),
     "workers": ((), {"dataloader_num_workers": 2}, STEPS),
+    "persistent": ((), {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}, EVALUATED),
     "memory": (
         (),
         {
@@ -122,12 +125,6 @@ def test_what_a_replacement_cannot_know_ends_the_job_by_name(tmp_path: Path) -> 
     [
         pytest.param((), {"auto_find_batch_size": True}, "find the size in a job without recovery", id="batch-size"),
         pytest.param(("--stream",), {}, "a train_dataset without a length", id="stream"),
-        pytest.param(
-            (),
-            {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
-            "dataloader_persistent_workers",
-            id="persistent",
-        ),
         pytest.param(
             ("--after", "on_step_begin", "--lines", "0"), {}, "amid the micro-batches of a step", id="amid-a-step"
         ),

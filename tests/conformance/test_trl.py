@@ -3,6 +3,7 @@ end as without a fault, bit for bit, after deaths in each phase of a step."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,9 @@ def _run(
     output = path.parent / f"{path.name}-output"
     output.mkdir()
     flags = ["--kind", kind, "--steps", "8", "--output", str(output), *more]
+    if kind == "dpo-precomputed":
+        rows = [{name: f"w{i} w{i + j} " for j, name in enumerate(("prompt", "chosen", "rejected"))} for i in range(67)]
+        (output / "data.json").write_text("\n".join(json.dumps(row) for row in rows))
     layout = Layout(kind, "", nproc=2)
     standby, inject = int(bool(kills)), faults(*kills)
     job = RunningJob(
@@ -77,3 +81,16 @@ def test_by_auto(kind: str, sharding: tuple[str, ...], tmp_path: Path) -> None:
     check_same(job, _run(tmp_path / "reference", kind, (), *more, options=("--auto",)), printed=Printed.LOGS)
     check_fired(job, len(KILLS))
     assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()
+
+
+def test_what_is_computed_before_training_and_kept_in_a_file(tmp_path: Path) -> None:
+    """A replacement finds that file, and is refused for the collectives that it leaves out; the next one does not find
+    it, computes the same as the first process of its rank, and goes on."""
+    flags = ("--unmodified",)
+    job = _run(tmp_path / "run", "dpo-precomputed", KILLS, *flags, options=("--auto",))
+    check_same(
+        job, _run(tmp_path / "reference", "dpo-precomputed", (), *flags, options=("--auto",)), printed=Printed.LOGS
+    )
+    check_fired(job, len(KILLS))
+    kinds = [event["kind"] for event in job.of("failure_detected")]
+    assert kinds.count("killed") == len(KILLS) and 1 <= kinds.count("exception") <= 2, job.explain()

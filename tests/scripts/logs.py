@@ -96,7 +96,6 @@ def main() -> None:
     parser.add_argument("dir", type=Path)
     parser.add_argument("--tracker", default="")
     parser.add_argument("--framework", default="torch")
-    parser.add_argument("--wait", type=float, default=0.0, help="seconds before step 4")
     args = parser.parse_args()
     os.chdir(args.dir)
     dist.init_process_group("gloo")
@@ -113,8 +112,6 @@ def main() -> None:
             csv.writer(file).writerow(["step", "loss"])
         track = tracker(args.tracker)
     for step in recovery.steps(STEPS):
-        if step.index == 4 and recovery.generation == 0:
-            time.sleep(args.wait)
         with step:
             dist.barrier()  # a rank that dies from here on has a step to do again that is not logged
             torch.manual_seed(100 + step.index)

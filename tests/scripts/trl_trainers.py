@@ -16,7 +16,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -157,6 +157,14 @@ def _dpo_lora(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     return DPOTrainer(model=_model(), args=DPOConfig(**common), train_dataset=data, peft_config=adapters, **rest)
 
 
+def _dpo_precomputed(common: dict[str, Any], rest: dict[str, Any]) -> Any:
+    """What the reference says is computed once, and lies in a file beside the data."""
+    output = Path(common["output_dir"])
+    data = load_dataset("json", data_files=str(output / "data.json"), cache_dir=str(output / "cache"), split="train")
+    args = DPOConfig(**common, precompute_ref_log_probs=True)
+    return DPOTrainer(model=_model(), args=args, train_dataset=data, **rest)
+
+
 def _dpo(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     """The reference follows the model."""
     data = _lines("prompt", "chosen", "rejected")
@@ -215,6 +223,7 @@ KINDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "zero3-lora": _sft_lora_zero3,
     "dpo": _dpo,
     "dpo-lora": _dpo_lora,
+    "dpo-precomputed": _dpo_precomputed,
     "zero2-dpo": _dpo_zero2,
     "kto": _kto,
     "reward": _reward,

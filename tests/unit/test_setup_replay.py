@@ -46,6 +46,10 @@ def both(tmp_path: Path, text: str) -> tuple[str, str]:
 def test_record_behind_a_log() -> None:
     record = SetupRecord({"uuid1|a:1": ["x"]}, {"/a": (3, 4)}, ["/b"], [3, 1], [7])
     assert split(record.behind(b"log")) == (b"log", record)
+    record.absent = {__file__: 2, "/missing": 1}
+    assert record.hide_absent() and not record.hide_absent(), "a second time it would make no difference"
+    assert split(record.behind(b"log")) == (b"log", record) and record.hides
+    assert not SetupRecord(absent={"/missing": 1, "/": 1}).hide_absent(), "it would find it missing anyway"
     assert split(b"log") == (b"log", SetupRecord()) and split(b"x" * 40) == (b"x" * 40, SetupRecord())
 
 
@@ -200,3 +204,33 @@ def step():
     held.close()
 """
     assert "cut off that had been written to: train.py:3 (log.gz)" in both(tmp_path, text)[1]
+
+
+ASKED = """
+import os
+from pathlib import Path
+print(os.path.exists("cache"), Path("cache").is_file(), os.path.exists("again"), Path("later").exists())
+for name in ("cache", "again"):
+    with open("new", "w") as file:
+        file.write(name)
+    os.replace("new", name)
+os.makedirs("folder", exist_ok=True)
+print(os.path.exists("cache"), Path("folder").is_dir(), os.path.lexists("again"))
+def step():
+    print(os.path.exists("cache"), Path("cache").is_file())
+"""
+
+
+def test_what_was_missing_is_missing_again_where_a_replacement_went_another_way(tmp_path: Path) -> None:
+    """Until the first process found it; from the first step on it is there. A first replacement finds it."""
+    first, there = run(tmp_path, ASKED), "True True True"
+    assert first.split("\n")[:3] == ["False False False False", there, "True True"]
+    (tmp_path / "later").touch()
+    assert run(tmp_path, ASKED, old=True).split("\n")[:3] == ["True True True True", there, "True True"]
+    log = tmp_path / "log"
+    collectives, record = split(log.read_bytes())
+    assert record.absent.keys() == {str(tmp_path / name) for name in ("cache", "again", "later")}
+    record.absent[str(tmp_path / "again")] += 3  # whatever else the first process has asked for
+    assert record.hide_absent()
+    log.write_bytes(record.behind(collectives))
+    assert run(tmp_path, ASKED, old=True).split("\n")[:3] == first.split("\n")[:3]

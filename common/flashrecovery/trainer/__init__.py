@@ -113,11 +113,6 @@ def _check_arguments(trainer: Any) -> None:
             ),
             ("include_num_input_tokens_seen", args.include_num_input_tokens_seen not in ("no", False)),
             ("push_to_hub", args.push_to_hub),
-            (
-                "dataloader_persistent_workers: they draw a seed from a process's random numbers when they begin, and "
-                "a replacement's begin later; leave it out, and each epoch gets new ones",
-                getattr(args, "dataloader_persistent_workers", False) and args.dataloader_num_workers > 0,
-            ),
             ("past_index", getattr(args, "past_index", -1) >= 0),
             ("apex", getattr(trainer, "use_apex", False)),
             ("tensor parallelism", getattr(trainer, "is_tp_enabled", False)),

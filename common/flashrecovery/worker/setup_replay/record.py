@@ -7,6 +7,8 @@ goes. Plain JSON; nothing in it is unpickled.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
 from dataclasses import asdict, dataclass, field
 
@@ -26,6 +28,8 @@ class SetupRecord:
         numpy: that of numpy's old global stream, as :func:`numpy.random.get_state` gives it.
         torch: the seed with which torch's generator of the CPU begins in a script that seeds nothing.
         notes: what a framework's loop has noted for the process that takes over, by name.
+        absent: files that were looked for and missing -> how often, until they were found.
+        hides: a replacement made other collectives than were recorded, so the next one finds these missing, too.
     """
 
     draws: dict[str, list[str]] = field(default_factory=dict)
@@ -35,6 +39,8 @@ class SetupRecord:
     numpy: list[int] = field(default_factory=list)
     torch: list[int] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, int] = field(default_factory=dict)
+    hides: bool = False
 
     def begin_random(self, state: list[int]) -> None:
         """Python's own stream begins with this."""
@@ -48,10 +54,26 @@ class SetupRecord:
         """torch's generator of the CPU begins with this seed."""
         self.torch = [seed]
 
+    def hide_absent(self) -> bool:
+        """Let the next process find missing what was missing. False if it would make no difference."""
+        if self.hides or all(file_at(path) is None for path in self.absent):
+            return False
+        self.hides = True
+        return True
+
     def behind(self, log: bytes) -> bytes:
         """``log``, with this record behind it."""
         data = json.dumps(asdict(self)).encode()
         return log + data + _TAIL.pack(len(data), _MARK)
+
+
+def file_at(path: str) -> tuple[int, ...] | None:
+    """By what another file would be told from this one; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
 def split(log: bytes) -> tuple[bytes, SetupRecord]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import shortened
 from flashrecovery.worker.preimport.preimport import Installed
+from flashrecovery.worker.setup_replay.absent import AbsentFiles
 from flashrecovery.worker.setup_replay.call_sites import CallSites
 from flashrecovery.worker.setup_replay.files import WrittenFiles
 from flashrecovery.worker.setup_replay.record import SetupRecord
@@ -23,11 +24,13 @@ class SetupReplay:
         sites = CallSites(installed)
         self._values = DrawnValues(self.record, sites, replays=record is not None)
         self._files = WrittenFiles(self.record, sites, replays=record is not None)
+        self._absent = AbsentFiles(self.record, sites, replays=record is not None)
 
     def start(self) -> None:
         """The script's first line comes next."""
         self._values.start()
         self._files.start()
+        self._absent.start()
 
     def stop(self, tell: Callable[[NoticeKind, str], None]) -> None:
         """The first step comes next. Idempotent.
@@ -35,6 +38,7 @@ class SetupReplay:
         Args:
             tell: sends a notice.
         """
+        self._absent.stop()
         self._values.stop()
         self._files.stop()
         for kind, what, places in (

@@ -53,6 +53,7 @@ from flashrecovery.worker.startup.import_time_hooks import (
 )
 from flashrecovery.worker.startup.main_module import run_file, run_module
 from flashrecovery.worker.startup.own_text import find_own_modules, script_is_over
+from flashrecovery.worker.startup.wandb_service import install_tracker_hook
 
 _connection: Connection | None = None
 
@@ -75,6 +76,7 @@ def main(above: Above) -> None:
         install_save_hooks()
     install_spawn_hook()
     install_loader_hook()
+    install_tracker_hook()
     install_trainer_hook(above.protected_train)
     install_lightning_hook(above.protected_fit)
     inductor_files.write_whole()
@@ -261,7 +263,9 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     groups = sys.modules.get("flashrecovery.groups")
     communication = groups is not None and groups.is_communication_error(error)
     follows = groups is not None and groups.follows_communication_error(error)
-    refused = isinstance(error, (UnsupportedError, DataSourceError, SetupDiffersError)) and not follows
+    again = isinstance(error, SetupDiffersError) and _may_differ_by_files()
+    kept = isinstance(error, (UnsupportedError, DataSourceError, SetupDiffersError))
+    refused = kept and not follows and not again
     fatal = isinstance(error, DivergedError) or (refused and isinstance(error, (DataEndedError, SetupDiffersError)))
     message = str(error)[:4000]
     device = "" if groups is None else groups.lost_context()
@@ -281,6 +285,17 @@ def _last_words(channel: Channel, error: BaseException) -> None:
         channel.send(pb.FromWorker(last_words=words))
     except OSError:
         say("the agent is gone")
+
+
+def _may_differ_by_files() -> bool:
+    """Whether this replacement has found files that the first process of its rank did not find. Its own replacement,
+    which takes over its page, then does not find them either."""
+    own = connection()
+    log = own.page.read_setup_log() if own.detached else None
+    if log is None:
+        return False
+    collectives, record = setup_record.split(log)
+    return record.hide_absent() and own.page.write_setup_log(record.behind(collectives))
 
 
 def _leave(code: int) -> None:

@@ -63,7 +63,7 @@ class AbsentFiles:
             return
         made = [path for path in self._missed if file_at(path) is not None]
         later = [path for path in self._missed if path in self._own and not os.path.lexists(path)]
-        self._record.absent = {path: self._missed[path] for path in (made + later)[:_KEPT]}
+        self._record.note_absent({path: self._missed[path] for path in (made + later)[:_KEPT]})
         self._missed.clear()
 
     def _put(self, owner: Any, name: str) -> None:

@@ -54,6 +54,10 @@ class SetupRecord:
         """torch's generator of the CPU begins with this seed."""
         self.torch = [seed]
 
+    def note_absent(self, found: dict[str, int]) -> None:
+        """These files were missing, so often."""
+        self.absent = found
+
     def hide_absent(self) -> bool:
         """Let the next process find missing what was missing. False if it would make no difference."""
         if self.hides or all(file_at(path) is None for path in self.absent):

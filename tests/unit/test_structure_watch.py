@@ -3,7 +3,7 @@ that a script can make to it is seen by the next look, with the compiled backend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from flashrecovery.adapter import ParamRecord, ParamShard, constant
+from flashrecovery.adapter import ParamRecord, ParamShard, constant, fsdp2_state
 from flashrecovery.adapter.buffers import BufferTracker
 from flashrecovery.adapter.modes import AttributeTracker, ModeTracker
 from flashrecovery.adapter.shards import FixedShard, attribute_of
 from flashrecovery.groups.native_build import native
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.state.shard import Structure
+from flashrecovery.torch_native.fsdp2 import FSDP2Adapter
 from flashrecovery.worker.local_state import version_counters
 from flashrecovery.worker.local_state.version_counters import (
     ParameterTable,
@@ -572,3 +573,22 @@ def test_the_mark_of_buffers_shows_it(name: str) -> None:
     assert tracker.mark() == seen
     BUFFERS[name](model)
     assert tracker.mark() != seen
+
+
+def test_fsdp2_parameters_are_told_from_others_in_one_pass(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5,000, a pass for each would take a minute."""
+    passes = []
+
+    def counted(entries: Iterable[Any]) -> frozenset[int]:
+        passes.append(list(entries))
+        return registered(passes[-1])
+
+    registered = fsdp2_state.registered_on_modules
+    monkeypatch.setattr(fsdp2_state, "registered_on_modules", counted)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    ignored = {*model[0].parameters()}
+    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    adapter = FSDP2Adapter(model, [torch.optim.AdamW(model.parameters())])
+    assert [len(entries) for entries in passes] == [14]
+    found = {record.fqn: record.get() for record in adapter._find_parameters()}
+    assert found.keys() == dict(model.named_parameters()).keys() and ignored <= {*found.values()}

@@ -5,11 +5,10 @@ All that is private to torch about FSDP2 stands in this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -80,12 +79,10 @@ def sharded_parameters(root: FSDPModule) -> dict[str, Any]:
     return found
 
 
-def owns(parameter: Any, tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one of the objects that an FSDPParam registers on its module."""
-    return any(
-        tensor is getattr(parameter, attribute, None)
-        for attribute in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-    )
+def registered_on_modules(parameters: Iterable[Any]) -> frozenset[int]:
+    """``id()`` of each object that one of these FSDPParams registers on its module, in whatever state it is."""
+    attributes = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    return frozenset(id(getattr(parameter, name, None)) for parameter in parameters for name in attributes)
 
 
 def reset(root: FSDPModule) -> None:

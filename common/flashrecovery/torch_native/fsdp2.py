@@ -95,8 +95,9 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
             assert isinstance(parameter, DTensor)
             name, holders = placed_on_mesh(fqn, parameter.device_mesh, parameter.placements)
             records.append(ParamRecord(fqn, name, holders, attribute_of(entry, "sharded_param")))
+        registered = fsdp2_state.registered_on_modules(sharded.values())
         for fqn, parameter in self.root.named_parameters():
-            if any(fsdp2_state.owns(entry, parameter) for entry in sharded.values()):
+            if id(parameter) in registered:
                 continue
             if isinstance(parameter, DTensor):
                 name, holders = placed_on_mesh(fqn, parameter.device_mesh, parameter.placements)

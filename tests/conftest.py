@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing import util
 
 import pytest
 from hypothesis import settings
@@ -38,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     placed = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if placed:
         raise pytest.UsageError(f"{placed[0]}: a case that is named by an address; give it a name by `ids=` or a key")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def directory_of_sockets(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that are forked here inherit where ``multiprocessing`` has its sockets. A loader's worker with one of
+    its own leaves it (``/tmp/pymp-...``) if it is told to end while its queue's thread sends its first batch."""
+    directory = util.get_temp_dir()
+    yield
+    if hasattr(request.config, "workerinput"):  # a process of xdist, which ends without its exit handlers
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

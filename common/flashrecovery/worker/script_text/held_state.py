@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from flashrecovery.worker.local_state.fingerprints import ELEMENTS, KEPT_NUMBERS, attributes_of
 from flashrecovery.worker.local_state.generators import is_generator
 from flashrecovery.worker.preimport.own_files import is_own_file
+from flashrecovery.worker.script_text.extents import is_array
 from flashrecovery.worker.script_text.plain_values import (
     has_items,
     is_kept,
@@ -51,9 +52,9 @@ def objects_from(
                 if id(one) not in seen:
                     seen.add(id(one))
                     where = f"{path}.{place}" if place else path
-                    yield where, one
-                    held = ((f"{where}.{name}", part) for name, part in held_by(one).items())
-                    waiting.extend((at, part, depth) for at, part in held if _leads_to(part) is not None)
+                    if _names_in(one):
+                        yield where, one
+                    waiting.extend((f"{where}.{name}", part, depth) for name, part in _led_to_by(one))
             continue
         elsewhere = id(thing) in known and kind is not _Kind.OPTIMIZER  # what the script adds to it is its own
         if id(thing) in seen or elsewhere or (kind is _Kind.FUNCTION and not _keeps_something(thing)):
@@ -291,18 +292,11 @@ class _OfOptimizer(_Attributes):
 
 
 class _OfNetwork(_Attributes):
-    """What a module of the script's own holds besides parameters, buffers and modules. Numbers that its methods leave
-    alone are kept with the model."""
+    """What a module of the script's own holds besides parameters, buffers and modules, and besides the objects that it
+    leads to: what its methods change, and containers, tensors and arrays."""
 
     def __init__(self, thing: torch.nn.Module) -> None:
-        self._variables = vars(thing)
-        changed = _changed_by_methods(type(thing))  # type: ignore[arg-type] # a class is hashable
-        self._names = [
-            name
-            for name in self._variables.keys() - _OF_EVERY_NETWORK
-            if name in changed or not isinstance(self._variables[name], (*KEPT_NUMBERS, torch.nn.Module))
-        ]
-        self._names.sort()
+        self._variables, self._names = vars(thing), _names_in(thing)
 
     def __getitem__(self, name: str) -> Any:
         return self._variables[name]
@@ -311,7 +305,30 @@ class _OfNetwork(_Attributes):
         self._variables[name] = value
 
 
+def _names_in(module: torch.nn.Module) -> list[str]:
+    changed = _changed_by_methods(type(module))  # type: ignore[arg-type] # a class is hashable
+    return [name for name, value in _own_attributes(module) if name in changed or _may_hold(value)]
+
+
+def _may_hold(value: object) -> bool:
+    """Whether what it holds may change: containers, tensors and arrays, iterators."""
+    if type(value) in KEPT_NUMBERS or (type(value) is tuple and _FIXED.issuperset(map(type, value))):
+        return False
+    return isinstance(value, (*_WALKED, set, torch.Tensor, bytearray, Iterator)) or is_array(value)
+
+
+def _own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    return ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_NETWORK)
+
+
+def _led_to_by(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    for name, part in _own_attributes(module):
+        if type(part) not in KEPT_NUMBERS and _leads_to(part) is not None:
+            yield name, part
+
+
 _OF_EVERY_NETWORK = frozenset(vars(torch.nn.Module()))
+_FIXED = frozenset(KEPT_NUMBERS)
 
 
 @functools.lru_cache(4096)
@@ -321,9 +338,9 @@ def _changed_by_methods(kind: type) -> frozenset[str]:
 
 
 def _own_parts(module: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of the script's own classes in it, itself included, by name, that hold something."""
+    """The modules of the script's own classes in it, itself included, by name."""
     for name, one in module.named_modules():
-        if _is_own_network(type(one)) and held_by(one):  # type: ignore[arg-type] # a class is hashable
+        if _is_own_network(type(one)):  # type: ignore[arg-type] # a class is hashable
             yield name, one
 
 

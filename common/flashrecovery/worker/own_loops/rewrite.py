@@ -165,6 +165,8 @@ class StepCalls:
 
     def __init__(self, tree: ast.Module, elsewhere: Makes) -> None:
         self._elsewhere = elsewhere
+        self._nodes: dict[ast.AST, list[ast.AST]] | None = {}
+        self._calls: dict[ast.AST, list[ast.Call]] = {}
         self.functions: dict[str, list[AnyFunction]] = {}
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -185,6 +187,22 @@ class StepCalls:
                 break
             self._parts |= parts
         self.mixed = {loop: name for loop, name in self._called_besides(tree) if name not in self.functions}
+        self._nodes = None  # the tree may change from here on
+
+    def _own_nodes(self, place: ast.AST) -> Iterable[ast.AST]:
+        """See :func:`own_nodes`. The same places are asked for many times here."""
+        if self._nodes is None:
+            return own_nodes(place)
+        if place not in self._nodes:
+            self._nodes[place] = [*own_nodes(place)]
+        return self._nodes[place]
+
+    def _calls_in(self, place: ast.AST) -> Iterable[ast.Call]:
+        if self._nodes is None:
+            return calls_in(place)
+        if place not in self._calls:
+            self._calls[place] = [node for node in self._own_nodes(place) if isinstance(node, ast.Call)]
+        return self._calls[place]
 
     def _look(self, tree: ast.Module) -> None:
         elsewhere = self._elsewhere
@@ -228,10 +246,9 @@ class StepCalls:
                 return found
             found |= more
 
-    @staticmethod
-    def _makes(place: ast.AST, direct: object, functions: set[str]) -> bool:
+    def _makes(self, place: ast.AST, direct: object, functions: set[str]) -> bool:
         assert callable(direct)
-        return any(direct(call) or called(call) in functions for call in calls_in(place))
+        return any(direct(call) or called(call) in functions for call in self._calls_in(place))
 
     def _is_backward(self, call: ast.Call) -> bool:
         return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
@@ -248,11 +265,13 @@ class StepCalls:
 
     def comes_to_a_loop(self, node: ast.AST) -> bool:
         """Whether a call in ``node`` reaches a step loop."""
-        return any(called(call) in self._looping for call in calls_in(node))
+        return any(called(call) in self._looping for call in self._calls_in(node))
 
     def _find(self, place: ast.AST) -> None:
-        for loop in (node for node in own_nodes(place) if isinstance(node, (ast.For, ast.While))):
-            inner = [node for node in own_nodes(loop) if isinstance(node, (ast.For, ast.While)) and node is not loop]
+        for loop in (node for node in self._own_nodes(place) if isinstance(node, (ast.For, ast.While))):
+            inner = [
+                node for node in self._own_nodes(loop) if isinstance(node, (ast.For, ast.While)) and node is not loop
+            ]
             whole = [one for one in inner if self._whole_step(one)]
             if whole and self._has_step_besides(loop, whole):
                 self.loops[loop] = True
@@ -261,15 +280,15 @@ class StepCalls:
             elif self._whole_step(loop):
                 self.loops[loop] = True
         for loop in [one for one, steps in self.loops.items() if steps]:
-            for node in own_nodes(loop):
+            for node in self._own_nodes(loop):
                 if isinstance(node, (ast.For, ast.While)) and node is not loop:
                     self.loops.pop(node, None)
 
     def _has_step_besides(self, loop: PlainLoop, inner: Iterable[PlainLoop]) -> bool:
         """Whether ``loop`` makes the calls of a step outside of the loops in it, too: those are parts of its step, as
         where a discriminator takes several of them, and then the generator one."""
-        within = {node for one in inner for node in own_nodes(one)}
-        besides = [node for node in own_nodes(loop) if isinstance(node, ast.Call) and node not in within]
+        within = {node for one in inner for node in self._own_nodes(one)}
+        besides = [node for node in self._own_nodes(loop) if isinstance(node, ast.Call) and node not in within]
         return any(self._is_backward(call) or called(call) in self._backward for call in besides) and any(
             self._is_step(call) or called(call) in self._step for call in besides
         )
@@ -278,9 +297,11 @@ class StepCalls:
         """Loops that make the calls of a step themselves, or in functions that have no loop for it, with what else they
         call that has such a loop: a critic takes several steps there, and then the generator one."""
         for loop in (node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While))):
-            inner = [node for node in own_nodes(loop) if isinstance(node, (ast.For, ast.While)) and node is not loop]
-            within = {node for one in inner for node in own_nodes(one)}
-            direct = [call for call in calls_in(loop) if call not in within]
+            inner = [
+                node for node in self._own_nodes(loop) if isinstance(node, (ast.For, ast.While)) and node is not loop
+            ]
+            within = {node for one in inner for node in self._own_nodes(one)}
+            direct = [call for call in self._calls_in(loop) if call not in within]
             looping = [called(call) for call in direct if called(call) in self._looping]
             backward = any(self._is_backward(call) or called(call) in self._backward for call in direct)
             if looping and backward and any(self._is_step(call) or called(call) in self._step for call in direct):
@@ -291,7 +312,9 @@ class StepCalls:
 
     def _loops_in(self, place: ast.AST) -> bool:
         """Whether a call in ``place`` reaches a step loop, or a step loop is in it."""
-        return self.comes_to_a_loop(place) or any(node in self.loops and node is not place for node in own_nodes(place))
+        return self.comes_to_a_loop(place) or any(
+            node in self.loops and node is not place for node in self._own_nodes(place)
+        )
 
 
 def _optimizers(tree: ast.AST) -> set[str]:

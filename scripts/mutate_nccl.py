@@ -1260,6 +1260,42 @@ ROWS = (
         ),
         without="whether memory that an abort frees and the making of a communicator block each other needs GPUs",
     ),
+    Row(
+        31,
+        "a rank has come to what its device has come to, not to what its host has launched",
+        (
+            _out(
+                "31-nothing-is-marked",
+                NATIVE,
+                '    if (kind_ == "nccl" && type != OpType::COALESCED) '
+                "course_.launches({name, ordinal, type == OpType::SEND}, device);\n",
+                "",
+                f"{FAKE}::test_what_a_device_has_not_come_to_is_only_launched",
+            ),
+            _out(
+                "31-what-is-launched-is-under-way",
+                CONTROL,
+                "group.pending if on_device is None else (on_device,)",
+                "group.pending",
+                f"{FAKE}::test_what_a_device_has_not_come_to_is_only_launched",
+            ),
+            _out(
+                "31-collectives-count-when-they-are-launched",
+                REGISTRY,
+                "            collectives = min(collectives, number)\n",
+                "            pass\n",
+                *_unit("hang_verdict", "test_what_a_device_has_come_to"),
+            ),
+            _out(
+                "31-sends-and-receives-count-when-they-are-launched",
+                REGISTRY,
+                "(min(sent, number), received) if sends else (sent, min(received, number))",
+                "(sent, received)",
+                *_unit("hang_verdict", "test_what_a_device_has_come_to"),
+            ),
+        ),
+        without="that an event of a stream tells this on a GPU needs one",
+    ),
 )
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)
 TESTS = {mutant.name: tests for row in ROWS for mutant, tests in row.mutants}

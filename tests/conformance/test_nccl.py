@@ -223,6 +223,20 @@ def test_a_living_rank_is_killed_when_all_of_its_domain_have_aborted(fault: str,
     check_same(job, _run(tmp_path / "reference", FSDP, standby=0))
 
 
+@pytest.mark.parametrize("kind", ["nccl-legacy", pytest.param("nccl2", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("layout", [DDP, pytest.param(FSDP, marks=pytest.mark.grid)], ids=lambda one: one.name)
+def test_a_rank_whose_kernel_never_ends_is_told_from_those_that_wait_for_it(
+    layout: Layout, kind: str, tmp_path: Path
+) -> None:
+    """All ranks have launched the same, so what the hosts say does not tell."""
+    env = {**_one_domain(tmp_path), fake_nccl.KIND: kind, "FAKE_NCCL_KERNEL": "2:3"}
+    job = _run(tmp_path / "run", layout, standby=1, env=env, config={"timeouts": {"hang_step_s": 4.0}})
+    (failure,) = job.of("failure_detected")
+    assert (failure["rank"], failure["kind"]) == (2, "hang"), job.explain()
+    assert "its device does not come to" in failure["evidence"]
+    check_same(job, _run(tmp_path / "reference", layout, standby=0))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.grid)])
 def test_a_job_that_is_told_to_end_lets_go_before_it_kills(number: int, tmp_path: Path) -> None:
     fake_nccl.build()

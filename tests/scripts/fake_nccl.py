@@ -4,6 +4,7 @@ Or ``fake_nccl.py ARGUMENTS`` with the script in ``FAKE_NCCL_SCRIPT``.
 
 ``FAKE_NCCL_BREAK=RANK:STEP``: after that optimizer step of the rank's first process its connections break.
 ``FAKE_NCCL_STICKY=RANK:STEP``: there a kernel fails, and with it every later call of the process to the device.
+``FAKE_NCCL_KERNEL=RANK:STEP``: there a kernel is launched that never ends.
 ``FAKE_NCCL_NVLINK=RANKS:DIRECTORY``: that many ranks after each other have GPUs that are joined by NVLink.
 """
 
@@ -56,6 +57,7 @@ def main() -> None:
     _join_domain()
     _in_time("FAKE_NCCL_BREAK", module.break_network)
     _in_time("FAKE_NCCL_STICKY", module.fail_kernels)
+    _in_time("FAKE_NCCL_KERNEL", lambda: module.launch_kernel(-1.0))
     init = dist.init_process_group
 
     @wraps(init)

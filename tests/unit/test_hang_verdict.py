@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.hang import HangDetector, OwnWork, Stragglers, slow, usual_of
 from flashrecovery.controller.state.rank_record import HeartbeatHealth, Place, RankProcess, RankRecord
-from flashrecovery.groups.registry import CONTROL_GROUP
+from flashrecovery.groups.registry import CONTROL_GROUP, GroupProgress, come_to
 from flashrecovery.plan.hang import (
+    EVERYBODY,
     UNKNOWN,
     Group,
     Operation,
@@ -173,6 +176,45 @@ def test_ranks_whose_waiting_is_not_seen_are_told_apart_by_their_counts() -> Non
     assert judge([*ahead, position(1, {WORLD: 6}, age=9.0)]).kind is VerdictKind.LATER, "about to be alike"
     found = judge([*(position(r, {WORLD: 6}, age=1.0) for r in (0, 2, 3)), position(1, {WORLD: 6})])
     assert list(found.accused) == [1], "the others move"
+
+
+def on_device(rank: int, counts: Mapping[Group, int], *newest: Operation, ahead: int = 0, **more: Any) -> RankPosition:
+    """As a rank with NCCL says it: how far its device has come, the newest operations there, what is only launched."""
+    said = position(rank, counts, *(replace(op, certain=False) for op in newest), **more)
+    return replace(said, groups={g: replace(progress, ahead=ahead) for g, progress in said.groups.items()})
+
+
+def test_whose_device_does_not_come_to_it_is_told_from_those_whose_device_waits() -> None:
+    """All hosts have launched the same, and run ahead. The kernel of rank 1 before operation 5 does not end."""
+    waiting = [on_device(r, {WORLD: 6}, inside(5), ahead=2) for r in (0, 2, 3)]
+    found = judge([*waiting, on_device(1, {WORLD: 5}, inside(4), ahead=3)])
+    assert found.kind is VerdictKind.CULPRITS and list(found.accused) == [1]
+    assert "its device does not come to operations that it has launched (3 in group 0)" in found.accused[1]
+    assert "3 ranks wait for it in group 0, all_reduce #5" in found.accused[1]
+
+
+def test_a_device_that_waits_in_a_receive_is_none() -> None:
+    """Two pipelines of two stages: rank 2 has not come to what it sends, 3 waits for it, and 1 for 3."""
+    first, last = group("replicas", 0, 2), group("replicas", 1, 3)
+    pipes = [group("pipe", 0, 1), group("pipe", 2, 3)]
+    receive = Operation(pipes[1][0], "recv", 4, peer=2)
+    found = judge(
+        [
+            on_device(0, {first[0]: 3, pipes[0][0]: 0}, inside(2, first[0]), size=2, pairs={pipes[0][0]: {1: (5, 0)}}),
+            on_device(1, {last[0]: 3, pipes[0][0]: 0}, inside(2, last[0]), size=2, pairs={pipes[0][0]: {0: (0, 5)}}),
+            on_device(2, {first[0]: 2, pipes[1][0]: 0}, size=2, ahead=2, pairs={pipes[1][0]: {3: (4, 0)}}),
+            on_device(3, {last[0]: 2, pipes[1][0]: 0}, receive, size=2, ahead=1, pairs={pipes[1][0]: {2: (0, 5)}}),
+        ]
+    )
+    assert found.kind is VerdictKind.CULPRITS and list(found.accused) == [2], found
+
+
+def test_what_a_device_has_come_to() -> None:
+    """Of 7 collectives and of sends and receives with rank 3, as launched; (peer, number, whether it sends) of what it
+    has not come to."""
+    assert come_to(7, {3: (4, 5)}, []) == GroupProgress(7, {3: (4, 5)})
+    ahead = [(EVERYBODY, 5, False), (3, 2, True), (EVERYBODY, 6, False), (3, 4, False), (3, 3, True)]
+    assert come_to(7, {3: (4, 5)}, ahead) == GroupProgress(5, {3: (2, 4)}, 5)
 
 
 def test_a_rank_alone() -> None:

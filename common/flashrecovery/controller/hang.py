@@ -211,10 +211,7 @@ class HangDetector:
         return age_s >= self._deadlines.limit_s(record.health.work, record.health.step_s, record.hang_step_s)
 
     def _position(self, record: RankRecord, answer: pb.HangReport) -> RankPosition:
-        groups = {
-            Group(g.group, g.members): Progress(g.size, g.collectives, {p.peer: (p.sent, p.received) for p in g.pairs})
-            for g in answer.groups
-        }
+        groups = {Group(g.group, g.members): _progress(g) for g in answer.groups}
         return RankPosition(
             rank=answer.rank,
             age_s=answer.age_s,
@@ -288,3 +285,8 @@ class HangWatch:
         for rank, text in self.stragglers.check(running, now):
             self._job.notice(NoticeKind.STRAGGLER, text, rank=rank)
             self._job.blame(self._job.ranks[rank].home, SLOW, text)
+
+
+def _progress(group: pb.GroupProgress) -> Progress:
+    pairs = {p.peer: (p.sent, p.received) for p in group.pairs}
+    return Progress(group.size, group.collectives, pairs, group.ahead)

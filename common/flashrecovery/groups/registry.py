@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -62,10 +62,27 @@ class OpInfo:
 @dataclass(frozen=True)
 class GroupProgress:
     """How far this rank has come in a group since it was last attached: ``collectives`` started, and by the global rank
-    of each peer the sends to it and the receives from it."""
+    of each peer the sends to it and the receives from it. With NCCL: that its device has come to; ``ahead``: so many
+    more operations its host has launched."""
 
     collectives: int
     pairs: dict[int, tuple[int, int]]
+    ahead: int = 0
+
+
+def come_to(
+    collectives: int, pairs: Mapping[int, tuple[int, int]], ahead: Sequence[tuple[int, int, bool]]
+) -> GroupProgress:
+    """What the device has come to, of what the host has launched. ``ahead``: (peer, number, whether it sends) of what
+    it has not come to. Operations of one kind are run one after the other."""
+    reached = dict(pairs)
+    for peer, number, sends in ahead:
+        if peer == EVERYBODY:
+            collectives = min(collectives, number)
+        else:
+            sent, received = reached.get(peer, (0, 0))
+            reached[peer] = (min(sent, number), received) if sends else (sent, min(received, number))
+    return GroupProgress(collectives, reached, len(ahead))
 
 
 class ManagedGroup:
@@ -120,9 +137,23 @@ class ManagedGroup:
         if outer is None:
             return ()
         return tuple(
-            OpInfo(self.name, sequence, op, since, self.ranks[peer] if peer >= 0 else peer, number, certain)
+            OpInfo(self.name, sequence, op, since, self._global(peer), number, certain)
             for sequence, op, since, peer, number, certain in native_build.native().pending(outer)
         )
+
+    @property
+    def on_device(self) -> OpInfo | None:
+        """The newest collective or receive of NCCL that this rank's device has come to. Whether it has ended is not
+        known: while another rank has not come to it, it has not."""
+        outer = self.outer()
+        newest = None if outer is None else native_build.native().on_device(outer)[1]
+        if newest is None:
+            return None
+        op, peer, number, _ = newest
+        return OpInfo(self.name, 0, op, 0.0, self._global(peer), number, False)
+
+    def _global(self, peer: int) -> int:
+        return self.ranks[peer] if peer >= 0 else peer
 
     @property
     def progress(self) -> GroupProgress:
@@ -130,8 +161,11 @@ class ManagedGroup:
         outer = self.outer()
         if outer is None:
             return GroupProgress(0, {})
+        ahead, _ = native_build.native().on_device(outer)  # first: what is launched meanwhile has been come to
         collectives, pairs = native_build.native().progress(outer)
-        return GroupProgress(collectives, {self.ranks[peer]: (sent, received) for peer, sent, received in pairs})
+        return come_to(
+            collectives, {self.ranks[p]: (s, r) for p, s, r in pairs}, [(self._global(p), n, s) for _, p, n, s in ahead]
+        )
 
     @cached_property
     def members(self) -> int:

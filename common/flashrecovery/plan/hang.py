@@ -8,6 +8,9 @@ ranks have started the operation, none of them is at fault, and there is no culp
 
 A rank that does not answer takes an unknown part in every group whose other members have all answered.
 
+With NCCL the host runs ahead of its device. There a rank has come to what its device has come to: one whose device is
+kept by something else is a culprit, like one whose host is, and one whose device waits in an operation is none.
+
 Operations whose end cannot be seen (NCCL's, and gloo's sends and receives) count as waited in only while a rank has not
 started them. If no rank is seen to wait, the counts alone tell which rank is behind.
 """
@@ -105,12 +108,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Progress:
-    """One rank's progress in one group: collectives started; (sends, receives) by peer. ``size``: ranks in the
-    group."""
+    """One rank's progress in one group: collectives that it has come to; (sends, receives) by peer. ``size``: ranks in
+    the group. ``ahead``: so many operations more its host has launched, and its device has not come to them."""
 
     size: int
     collectives: int
     pairs: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -274,7 +278,12 @@ class _Case:
         if not position.answered:
             where = _WORK_TEXTS[position.work]
             return f"no progress for {position.age_s:.1f} s in {where}, and its control thread does not answer"
-        return f"in no collective, no progress for {position.age_s:.1f} s in {_WORK_TEXTS[position.work]}"
+        stands = f"no progress for {position.age_s:.1f} s in {_WORK_TEXTS[position.work]}"
+        ahead = [(group.name, progress.ahead) for group, progress in position.groups.items() if progress.ahead]
+        if not ahead:
+            return f"in no collective, {stands}"
+        launched = ", ".join(f"{count} in group {name}" for name, count in ahead[:_SHOWN_OPERATIONS])
+        return f"its device does not come to operations that it has launched ({launched}), {stands}"
 
     def _mutual(self) -> Verdict | None:
         """The ranks wait for each other."""

@@ -795,7 +795,9 @@ Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 @_typing.final
 class GroupProgress(_message.Message):
-    """members: digest of the group's ranks. collectives: how many this rank has started since the group was attached."""
+    """members: digest of the group's ranks. collectives: how many this rank has come to since the group was attached, on a
+    device where it uses one. ahead: so many operations more its host has launched.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -804,10 +806,12 @@ class GroupProgress(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     COLLECTIVES_FIELD_NUMBER: _builtins.int
     PAIRS_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     members: _builtins.int
     size: _builtins.int
     collectives: _builtins.int
+    ahead: _builtins.int
     @_builtins.property
     def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairProgress]: ...
     def __init__(
@@ -818,10 +822,11 @@ class GroupProgress(_message.Message):
         size: _builtins.int = ...,
         collectives: _builtins.int = ...,
         pairs: _abc.Iterable[Global___PairProgress] | None = ...,
+        ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collectives", b"collectives", "group", b"group", "members", b"members", "pairs", b"pairs", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "collectives", b"collectives", "group", b"group", "members", b"members", "pairs", b"pairs", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

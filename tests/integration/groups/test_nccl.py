@@ -24,6 +24,7 @@ from flashrecovery import groups
 from flashrecovery.errors import RegroupError
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
+from flashrecovery.worker.control.control_thread import hang_report
 from flashrecovery.worker.control.device_sync import DeviceClock
 from tests.support import fake_nccl
 from tests.support.groups_ranks import RankFunction, run_ranks
@@ -521,5 +522,34 @@ def test_communicators_that_were_made_in_vain_are_aborted_before_anything_is_lau
         _attach(store, 2)
         assert time.monotonic() - began >= gave_up_s + 1.4
         _sum(rank, size)
+
+    run_ranks(2, body)
+
+
+# -- row 31: a rank has come to what its device has come to ---------------------------------------
+
+
+def test_what_a_device_has_not_come_to_is_only_launched() -> None:
+    """A kernel of rank 0 keeps its device; both hosts have launched the same."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        module, _ = _start(rank, size, store)
+        _sum(rank, size)
+        world = groups.groups()[0]
+        before = world.progress
+        assert before.ahead == 0 and before.collectives > 0
+        if rank == 0:
+            module.launch_kernel(3.0)
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+        time.sleep(0.5)
+        report = hang_report(rank, threading.main_thread())
+        told = report.groups[0]
+        (newest,) = (operation for operation in report.operations if operation.group == told.group)
+        come = 0 if rank == 0 else 2
+        assert (told.collectives, told.ahead) == (before.collectives + come, 2 - come)
+        assert newest.number == told.collectives - 1 and not newest.certain
+        for work in works:
+            work.wait()
+        assert world.progress.collectives == before.collectives + 2
 
     run_ranks(2, body)

@@ -149,13 +149,14 @@ def _collectives() -> list[str]:
 
 
 def _catch_up_after(name: str, module: Any) -> None:
-    """torch's Python functions call ``ProcessGroup.<name>``, and do not wait where it returns no Work."""
+    """torch's Python functions call ``ProcessGroup.<name>``, and do not wait for what is synchronous."""
     original = getattr(dist.ProcessGroup, name)
 
     @wraps(original)
     def call(*arguments: Any, **more: Any) -> Any:
         work = original(*arguments, **more)
-        module.catch_up()
+        if not any(getattr(options, "asyncOp", False) for options in (*arguments, *more.values())):
+            module.catch_up()
         return work
 
     setattr(dist.ProcessGroup, name, call)
@@ -217,6 +218,7 @@ def install() -> Any:
         if not hasattr(dist, name):
             setattr(dist, name, None)  # a torch that has all of them
     torch_private.nccl_backend = nccl_backend
+    native_build.native().use_device_marks(module.marks())
     _catch_up_while_recording(module)
     for name in _collectives():
         _catch_up_after(name, module)

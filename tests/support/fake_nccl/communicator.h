@@ -115,6 +115,44 @@ inline long setting(const char* name, long otherwise) {
 // For so long after its data has come a kernel still transfers: `FAKE_NCCL_TRANSFER_MS`.
 inline std::chrono::milliseconds transferTime() { return std::chrono::milliseconds(setting("FAKE_NCCL_TRANSFER_MS", 0)); }
 
+// A kernel of the script's own on the current stream. What is launched later waits for it, and the host does not.
+class Kernel {
+ public:
+  bool done() const { return Clock::now() >= end_; }
+  void wait() const {
+    while (!done()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  // Less than 0 seconds: it never ends.
+  static void launch(double seconds) {
+    const auto end = seconds < 0 ? Clock::time_point::max()
+                                 : Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    std::lock_guard<std::mutex> guard(mutex());
+    last() = std::make_shared<const Kernel>(end);
+  }
+  // Null: none.
+  static std::shared_ptr<const Kernel> newest() {
+    std::lock_guard<std::mutex> guard(mutex());
+    return last();
+  }
+  static void waitForAll() {
+    if (const auto kernel = newest()) kernel->wait();
+  }
+  using Clock = std::chrono::steady_clock;
+  explicit Kernel(Clock::time_point end) : end_(end) {}
+
+ private:
+  static std::mutex& mutex() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::shared_ptr<const Kernel>& last() {
+    static auto* kernel = new std::shared_ptr<const Kernel>;
+    return *kernel;
+  }
+  const Clock::time_point end_;
+};
+using KernelPtr = std::shared_ptr<const Kernel>;
+
 // What one call of the script does on the device.
 struct Operation {
   std::function<WorkPtr(Backend&)> start;
@@ -125,7 +163,9 @@ struct Operation {
 // Operations that are launched together, and whether the device is through with them.
 class Launch {
  public:
-  explicit Launch(std::vector<Operation> operations) : operations_(std::move(operations)) {}
+  explicit Launch(std::vector<Operation> operations) : operations_(std::move(operations)), before_(Kernel::newest()) {}
+
+  bool mayBegin() const { return !before_ || before_->done(); }
 
   // Whether that was without an abort.
   void run(Backend& gloo, const std::function<void()>& peerGone) {
@@ -197,6 +237,7 @@ class Launch {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Operation> operations_;
+  const KernelPtr before_;
   std::vector<std::function<void()>> listeners_;
   std::atomic<bool> done_{false}, torn_{false}, transferring_{false};
 };
@@ -274,6 +315,7 @@ class Communicator {
     std::unique_lock<std::mutex> lock(shared_->mutex);
     shared_->changed.wait(lock, [this] { return shared_->over; });
     lock.unlock();
+    Kernel::waitForAll();  // it frees memory, which waits for the device
     // Its kernels have ended; the proxy thread has yet to look (proxy.cc, ncclProxyService: poll with 500 ms).
     if (const std::chrono::milliseconds time(setting("FAKE_NCCL_ABORT_MS", 0)); time.count() > 0) {
       ++freeing();
@@ -312,6 +354,7 @@ class Communicator {
       shared.queue.pop_front();
       shared.running = next;
       lock.unlock();
+      while (!next->mayBegin() && !shared.aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       if (shared.aborted) {
         next->tear();
         next->finish();

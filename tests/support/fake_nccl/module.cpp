@@ -12,6 +12,7 @@
 #include <map>
 
 #include "communicator.h"
+#include "device_course.h"
 #include "torch_differences.h"
 
 namespace fake_nccl {
@@ -96,8 +97,19 @@ struct CurrentStream {
   }
   static void catchUp() {
     for (auto& launch : std::exchange(mine(), {})) launch->wait();
+    Kernel::waitForAll();
     Sticky::check();
   }
+};
+
+// A place on the current stream: behind what the host has run ahead of, and behind the script's kernels.
+struct FakeMark final : flashrecovery::DeviceMark {
+  bool come() override {
+    return (!kernel || kernel->done()) &&
+           std::all_of(behind.begin(), behind.end(), [](const auto& launch) { return launch->done(); });
+  }
+  const std::vector<LaunchPtr> behind = CurrentStream::mine();
+  const KernelPtr kernel = Kernel::newest();
 };
 
 // The Work of ProcessGroupNCCL orders streams (WorkNCCL::synchronizeStream); it never throws because of an abort. The
@@ -175,6 +187,7 @@ struct Device {
   // ended is not queued, so it is not waited for: its events complete.
   void synchronize() {
     for (const auto& communicator : all()) communicator->synchronize();
+    Kernel::waitForAll();
     Sticky::check();
   }
 };
@@ -466,6 +479,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("break_network", [] {
     for (const auto& communicator : Device::instance().all()) communicator->breakNetwork();
   });
+  m.def("marks", [] {
+    static const flashrecovery::DeviceMarks::Make make = [](c10::DeviceType) { return std::make_unique<FakeMark>(); };
+    return reinterpret_cast<uintptr_t>(&make);
+  });
+  m.def("launch_kernel", &Kernel::launch);
   m.def("global_rank", [] { return FakeNccl::globalRank(); });
   m.def("fail_kernels", [] { Sticky::failed = Sticky::kIllegalAddress; });
   m.def("check", &Sticky::check);

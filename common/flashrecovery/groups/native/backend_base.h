@@ -9,6 +9,7 @@
 #include <optional>
 #include <thread>
 
+#include "device_course.h"
 #include "ending.h"
 #include "graveyard.h"
 #include "inside.h"
@@ -120,6 +121,7 @@ class ManagedBase : public Backend {
     abandoned_ = false;
     seq_ = 0;
     progress_.reset();
+    course_.reset();
     lock.unlock();
     for (auto& transport : oldTransports) transport->cut("the group was exchanged");
     bury(inners);
@@ -225,6 +227,7 @@ class ManagedBase : public Backend {
   std::chrono::milliseconds timeout() const { return timeout_; }
 
   const Progress& progress() const { return progress_; }
+  DeviceCourse::Look onDevice() { return course_.look(); }
   std::vector<PendingOp> pending() const {
     std::lock_guard<std::mutex> guard(mutex_);
     std::vector<PendingOp> out;
@@ -356,6 +359,7 @@ class ManagedBase : public Backend {
         for (const auto& part : launched) part->succeed();
       });
     enlist(record);
+    if (kind_ == "nccl" && type != OpType::COALESCED) course_.launches({name, ordinal, type == OpType::SEND}, device);
     return finish(type, record, call, inner, here);
   }
 
@@ -545,6 +549,7 @@ class ManagedBase : public Backend {
   std::atomic<bool> abandoned_{false}, aborting_{false};
   std::string reason_;
   Progress progress_;
+  DeviceCourse course_;
   std::atomic<uint64_t> seq_{0};
   std::atomic<uint64_t> started_{0};
   Section section_;

@@ -241,6 +241,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("stream_hold_begin", [](const py::capsule& hold) { return of<StreamHold>(hold).hold(); });
   m.def("stream_hold_end", [](const py::capsule& hold, bool isVoid) { return of<StreamHold>(hold).letGo(isVoid); });
   m.def("bury", [](BackendPtr b) { Graveyard::instance().bury(std::move(b)); }, NoGil());
+  m.def("on_device", [](const BackendPtr& b) {
+    using Told = std::tuple<std::string, int, uint64_t, bool>;
+    const auto told = [](const DeviceCourse::Operation& o) { return Told(o.name, o.ordinal.peer, o.ordinal.number, o.sends); };
+    const auto look = managed(b).onDevice();
+    std::vector<Told> ahead;
+    for (const auto& operation : look.ahead) ahead.push_back(told(operation));
+    return std::make_pair(ahead, look.newest ? std::optional<Told>(told(*look.newest)) : std::nullopt);
+  });
+  m.def("use_device_marks", [](uintptr_t make) { DeviceMarks::make() = *reinterpret_cast<DeviceMarks::Make*>(make); });
   m.def("discard", [](BackendPtr b) { Graveyard::instance().discard(std::move(b)); }, NoGil());
   m.def("discarding", [] { return Graveyard::instance().discarding(); });
   m.def("wait_buried", [](Millis deadline) { return Graveyard::instance().waitEmpty(deadline); }, NoGil());

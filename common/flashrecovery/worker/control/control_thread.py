@@ -33,7 +33,8 @@ _FRAMES = 8
 
 
 def hang_report(rank: int, training_thread: threading.Thread) -> pb.HangReport:
-    """Operations that have not finished, how far each group has come, and the stack if nothing is under way."""
+    """Operations that have not finished, how far each group has come, and the stack if nothing is under way. What a
+    device has not come to is not under way, though its host has launched it."""
     message = pb.HangReport(rank=rank, answered=True)
     under_way: list[tuple[float, pb.Operation]] = []
     for group in groups.groups():
@@ -42,9 +43,16 @@ def hang_report(rank: int, training_thread: threading.Thread) -> pb.HangReport:
         progress = group.progress
         pairs = [pb.PairProgress(peer=p, sent=s, received=r) for p, (s, r) in progress.pairs.items()]
         message.groups.add(
-            group=group.name, members=group.members, size=group.size, collectives=progress.collectives, pairs=pairs
+            group=group.name,
+            members=group.members,
+            size=group.size,
+            collectives=progress.collectives,
+            ahead=progress.ahead,
+            pairs=pairs,
         )
-        under_way += [(op.since, _operation(op, group.members)) for op in group.pending]
+        on_device = group.on_device
+        pending = group.pending if on_device is None else (on_device,)  # the host's may be ahead of it
+        under_way += [(op.since, _operation(op, group.members)) for op in pending]
     message.operations.extend(operation for _, operation in sorted(under_way, key=lambda entry: entry[0]))
     if not any(operation.certain for operation in message.operations):
         message.stack = _stack(training_thread)

@@ -1,0 +1,129 @@
+// How far the device has come in a group's operations. The host runs ahead of it: a rank may have launched what the others
+// wait for, and its device never comes to it, because something that was queued before does not end.
+#pragma once
+
+#include "progress.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace flashrecovery {
+
+// A place in what a stream has queued.
+struct DeviceMark {
+  virtual ~DeviceMark() = default;
+  virtual bool come() = 0;  // the device has come to it; any thread may ask
+};
+
+// Makes marks on the calling thread's current stream; null where there is no device. Exchanged by tests only.
+struct DeviceMarks {
+  using Make = std::function<std::unique_ptr<DeviceMark>(c10::DeviceType)>;
+  static Make& make() {
+    static auto* make = new Make(&onDevice);
+    return *make;
+  }
+
+ private:
+  // Events are used again: to make one costs more than to record it.
+  struct OfDevice final : DeviceMark {
+    explicit OfDevice(c10::DeviceType type) : event(take(type)) {
+      const c10::impl::VirtualGuardImpl device(type);
+      event.record(device.getStream(device.getDevice()));
+    }
+    ~OfDevice() override {
+      const std::lock_guard<std::mutex> guard(mutex());
+      if (free().size() < kKept) free().push_back(std::move(event));
+    }
+    bool come() override { return event.query(); }
+    c10::Event event;
+
+   private:
+    static constexpr size_t kKept = 256;
+    static std::mutex& mutex() {
+      static auto* mutex = new std::mutex;  // never freed: marks outlive static objects
+      return *mutex;
+    }
+    static std::vector<c10::Event>& free() {
+      static auto* events = new std::vector<c10::Event>;
+      return *events;
+    }
+    static c10::Event take(c10::DeviceType type) {
+      const std::lock_guard<std::mutex> guard(mutex());
+      const auto here = c10::impl::VirtualGuardImpl(type).getDevice();
+      if (free().empty() || free().back().device() != here) return c10::Event(type);
+      c10::Event event = std::move(free().back());
+      free().pop_back();
+      return event;
+    }
+  };
+  static std::unique_ptr<DeviceMark> onDevice(c10::DeviceType type) {
+    if (type == c10::DeviceType::CPU) return nullptr;
+    return std::make_unique<OfDevice>(type);
+  }
+};
+
+// Of one group, since it was last attached.
+class DeviceCourse {
+ public:
+  struct Operation {
+    const char* name;
+    Ordinal ordinal;
+    bool sends;
+  };
+  struct Look {
+    std::vector<Operation> ahead;     // the host has launched them, and the device has not come to them
+    std::optional<Operation> newest;  // that the device has come to. No send: that ends without its peer, perhaps
+  };
+
+  // It is launched next, on the current stream.
+  void launches(const Operation& operation, c10::DeviceType type) {
+    if (operation.ordinal.peer == Ordinal::UNKNOWN) return;
+    try {
+      auto mark = DeviceMarks::make()(type);
+      if (!mark) return;
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (marks_.size() >= kLook)
+        while (marks_.size() > kKept && marks_.front().second->come()) marks_.pop_front();
+      if (marks_.size() >= kMost) marks_.pop_front();
+      marks_.emplace_back(operation, std::move(mark));
+    } catch (const c10::Error&) {  // the device has failed, which training hears by itself
+    }
+  }
+  Look look() {
+    Look look;
+    std::lock_guard<std::mutex> guard(mutex_);
+    try {
+      for (const auto& [operation, mark] : marks_)
+        if (!mark->come())
+          look.ahead.push_back(operation);
+        else if (!operation.sends)
+          look.newest = operation;
+    } catch (const c10::Error&) {
+      return {};
+    }
+    return look;
+  }
+  void reset() {
+    Marks old;
+    std::lock_guard<std::mutex> guard(mutex_);
+    old.swap(marks_);
+  }
+
+ private:
+  using Marks = std::deque<std::pair<Operation, std::unique_ptr<DeviceMark>>>;
+  static constexpr size_t kKept = 16, kLook = 64, kMost = 8192;
+
+  std::mutex mutex_;
+  Marks marks_;
+};
+
+}  // namespace flashrecovery

@@ -24,7 +24,8 @@ struct DeviceMark {
   virtual bool come() = 0;  // the device has come to it; any thread may ask
 };
 
-// Makes marks on the calling thread's current stream; null where there is no device. Exchanged by tests only.
+// Makes marks on the calling thread's current stream; null where there is no device, and where the stream captures what
+// is queued. Exchanged by tests only.
 struct DeviceMarks {
   using Make = std::function<std::unique_ptr<DeviceMark>(c10::DeviceType)>;
   static Make& make() {
@@ -35,10 +36,7 @@ struct DeviceMarks {
  private:
   // Events are used again: to make one costs more than to record it.
   struct OfDevice final : DeviceMark {
-    explicit OfDevice(c10::DeviceType type) : event(take(type)) {
-      const c10::impl::VirtualGuardImpl device(type);
-      event.record(device.getStream(device.getDevice()));
-    }
+    explicit OfDevice(const c10::Stream& stream) : event(take(stream.device_type())) { event.record(stream); }
     ~OfDevice() override {
       const std::lock_guard<std::mutex> guard(mutex());
       if (free().size() < kKept) free().push_back(std::move(event));
@@ -67,7 +65,16 @@ struct DeviceMarks {
   };
   static std::unique_ptr<DeviceMark> onDevice(c10::DeviceType type) {
     if (type == c10::DeviceType::CPU) return nullptr;
-    return std::make_unique<OfDevice>(type);
+    const c10::impl::VirtualGuardImpl device(type);
+    const c10::Stream stream = device.getStream(device.getDevice());
+    if (captures(device, stream)) return nullptr;
+    return std::make_unique<OfDevice>(stream);
+  }
+  // Into a graph: an event that is recorded there may not be asked. Torch tells from some version on.
+  template <typename Device>
+  static bool captures(const Device& device, const c10::Stream& stream) {
+    if constexpr (requires { device.isStreamCapturing(stream); }) return device.isStreamCapturing(stream);
+    return false;
   }
 };
 

@@ -65,9 +65,9 @@ class UnsupportedError(FlashRecoveryError):
 
 
 class SetupDiffersError(FlashRecoveryError):
-    """The set-up of a replacement makes another collective than that of the dead process made at this place. So it
-    cannot have what the other ranks had sent. The message names both. If files are there now that were missing at
-    first, the next process does not find them either. Otherwise the job ends at once.
+    """The set-up of a replacement makes another collective than that of the dead process made at this place. The
+    message names both. The next process does not find files that were missing at first. A second difference ends the
+    job.
 
     Do: let the set-up make the same collectives in each process, whether or not a file exists already.
     """

@@ -802,13 +802,13 @@ class Holding(Net):
     """Its attributes decide what a step computes: its own generators of random numbers, counts, lists, a tensor that is
     no buffer, an object, a function; one is made in the first step alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, next_number: Callable[[], int]) -> None:
         super().__init__()
         self.draws, self.numbers = random.Random(3), np.random.default_rng(3)
         self.masks = torch.Generator().manual_seed(3)
         self.norms, self.recent = np.zeros(2), collections.deque([0.0], maxlen=3)
         self.mean, self.times, self._calls = torch.zeros(1), {"all": 0, "odd": 0}, 0
-        self.meter, self.next_number = Mean(), counter()
+        self.meter, self.next_number = Mean(), next_number
         self.lazy: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -824,20 +824,11 @@ class Holding(Net):
         return super().forward(x * kept) * (1 + float(factor + self.lazy) / 100)
 
 
-def counter() -> Callable[[], int]:
-    number = 0
-
-    def count() -> int:
-        nonlocal number
-        number += 1
-        return number
-
-    return count
-
-
 def held(sharded: bool = False) -> None:
     """What a model holds besides parameters, buffers and numbers."""
-    net = Holding()
+    from auto_loops_counter import counter
+
+    net = Holding(counter())
     model = fully_shard(net) if sharded else wrapped(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     watched.extend([model, optimizer])

@@ -252,3 +252,40 @@ def test_a_sparse_tensor_is_refused_by_name() -> None:
     optimizer = Own(torch.zeros(2).to_sparse())
     with pytest.raises(UnsupportedError, match=r"Own\.kind is a tensor of layout torch\.sparse_coo"):
         OptimizerAttributes(optimizer, [optimizer]).read()
+
+
+class Trainer:
+    """What a script's own class has: everything."""
+
+    def __init__(self) -> None:
+        self.model, self.step, self.data = nn.Linear(2, 2), 0, torch.zeros(9000)
+        self.optimizer = Own(None)
+        self.iterator = iter([1])
+
+    def log(self) -> None:
+        self.step += 1
+
+
+CALLS: dict[str, Callable[[Trainer], Any]] = {
+    "closure": lambda trainer: lambda: trainer.log(),
+    "method": lambda trainer: trainer.log,
+    "partial": lambda trainer: functools.partial(Trainer.log, trainer),
+    "method of its model": lambda trainer: trainer.model.forward,
+    "data": lambda trainer: (lambda data: lambda: data[0])(trainer.data),
+    "sparse data": lambda trainer: (lambda data: lambda: data)(trainer.data.to_sparse()),
+    "its optimizer": lambda trainer: (lambda optimizer: lambda: optimizer.step())(Own(None)),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_a_function_only_calls_is_not_of_the_optimizer(kind: str) -> None:
+    trainer = Trainer()
+    optimizer = trainer.optimizer
+    optimizer.kind = CALLS[kind](trainer)
+    beside = OptimizerAttributes(optimizer, [optimizer])
+    _, tensors = beside.read()
+    assert not tensors and not beside.nested and not beside.not_read(()) and not beside.needs_a_shard()
+    kept = codec.dumps(beside.capture())
+    trainer.log()
+    beside.restore(codec.loads(kept))
+    assert trainer.step == 1

@@ -264,7 +264,8 @@ class _Reader:
         if known is not None:
             return known
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            read = not self._in_functions or is_kept(value)
+            return self._tensor(value, path) if read else _LEFT
         if depth > _DEEPEST or id(value) in self._above:
             return _LEFT
         self._above.add(id(value))
@@ -274,8 +275,8 @@ class _Reader:
             self._above.discard(id(value))
 
     def _container(self, value: Any, path: str, depth: int) -> Node:
-        if self._in_functions and isinstance(value, (*_LISTS, *_SETS, dict)) and len(value) > SMALL:
-            return _LEFT  # what a function only reads, mostly
+        if self._in_functions and not _is_of_a_function(value):
+            return _LEFT
         if type(value) in _LISTS:
             more = [value.maxlen] if isinstance(value, collections.deque) else []
             items = [self.node(item, f"{path}/{number}", depth + 1) for number, item in enumerate(value)]
@@ -365,6 +366,15 @@ def _is_read(value: object) -> bool:
     if not plain or isinstance(value, (nn.Module, types.ModuleType, type, enum.Enum, io.IOBase, *_LISTS, *_SETS)):
         return False
     return not callable(value) or is_own(kind)
+
+
+def _is_of_a_function(value: object) -> bool:
+    """Not what a function only uses: data, the script's trainer with all that it has."""
+    if isinstance(value, (*_LISTS, *_SETS, dict)):
+        return len(value) <= SMALL
+    if isinstance(value, (nn.Module, Optimizer)):
+        return False
+    return not _is_read(value) or is_kept(vars(value), with_generators=True)
 
 
 def _numbers_of(count: itertools.count[Any]) -> tuple[Any, Any] | None:

@@ -414,11 +414,11 @@ class _Stuck:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor, name)
 
-    def reshape(self, *shape: int) -> torch.Tensor:
+    def as_strided(self, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         self.looks = getattr(self, "looks", 0) + 1
         while self.looks >= 4 and not self.over.exists():
             time.sleep(0.01)
-        return self.tensor.reshape(*shape)
+        return self.tensor.as_strided(size, stride)
 
 
 def test_an_abandoned_exchange_raises_and_touches_nothing_afterwards(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ SCRIPT = ROOT / "tests" / "scripts" / "held_back.py"
 STEPS = 8
 STRIKE, CHANCE, VOIDS = "FAKE_NCCL_STRIKE", "FAKE_NCCL_CHANCE", "FAKE_NCCL_VOIDS"
 AT, STEP = 5, 6  # which hold that is: two try the stream, and of steps 3 to 6 the ranks compare in the fourth
-FEW = ("held", "whole", "kernel2")
+FEW = ("held", "kernel2")
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -104,7 +104,8 @@ def test_an_abort_amid_the_reduction_leaves_a_step_that_has_not_been(tmp_path: P
     _is_held_back(job)
 
 
-@pytest.mark.parametrize("point", ["held", pytest.param("whole", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("point", ["held", "whole"])
 def test_a_step_that_overflows_anyway(point: str, tmp_path: Path, reference: Reference) -> None:
     """A GradScaler's own flag is in use; a rank dies in the step that it skips."""
     flags = ("--scaler", "--overflow", str(STEP))
@@ -134,6 +135,7 @@ def test_for_one_that_is_not_fused_the_host_waits_and_says_so(tmp_path: Path, re
     assert "the host waits before each step of AdamW: without fused=True" in told["text"]
 
 
+@pytest.mark.grid
 def test_where_torch_compile_has_made_the_step_the_host_waits_and_says_so(tmp_path: Path, reference: Reference) -> None:
     """It may have been made before there was a flag. A rank dies amid the reduction: what follows is not torn."""
     job = _run(tmp_path / "run", ("--compiled", "--dies", f"1:{STEP}"), standby=1)

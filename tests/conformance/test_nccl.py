@@ -223,8 +223,9 @@ def test_a_living_rank_is_killed_when_all_of_its_domain_have_aborted(fault: str,
     check_same(job, _run(tmp_path / "reference", FSDP, standby=0))
 
 
-@pytest.mark.parametrize("kind", ["nccl-legacy", pytest.param("nccl2", marks=pytest.mark.grid)])
-@pytest.mark.parametrize("layout", [DDP, pytest.param(FSDP, marks=pytest.mark.grid)], ids=lambda one: one.name)
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", ["nccl-legacy", "nccl2"])
+@pytest.mark.parametrize("layout", [DDP, FSDP], ids=lambda one: one.name)
 def test_a_rank_whose_kernel_never_ends_is_told_from_those_that_wait_for_it(
     layout: Layout, kind: str, tmp_path: Path
 ) -> None:

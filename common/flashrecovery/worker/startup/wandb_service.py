@@ -18,7 +18,7 @@ from typing import Any
 from flashrecovery.util.import_hooks import install
 
 _LONGEST = "10m"
-"""It ends by itself if nobody has been connected to it for so long, in its own notation."""
+"""It ends by itself if nothing has been connected to it for so long, in its own notation."""
 _FINISH = """
 import socket, sys, time
 sys.stdin.buffer.read()

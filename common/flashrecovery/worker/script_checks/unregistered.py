@@ -56,13 +56,12 @@ from flashrecovery.worker.script_checks.hooks import HookWatch
 from flashrecovery.worker.script_checks.module_state import ScriptModuleState
 from flashrecovery.worker.script_text.function_parts import function_parts
 from flashrecovery.worker.script_text.held_state import objects_from
-from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
+from flashrecovery.worker.script_text.loop_carried import LoopCarried
 from flashrecovery.worker.script_text.plain_values import LARGE, SMALL, storage_of
 from flashrecovery.worker.script_text.script_frames import (
     STATIC,
-    carried_by_class_in,
     carried_by_loop_at,
-    file_of,
+    carried_by_own_classes,
     frames,
     gives_steps,
     is_own,
@@ -346,7 +345,7 @@ class Unregistered:
             return self._held_by_modules(path, thing, seen)
         if not known and not kind and is_own(type(thing)):
             self._attributes(path, thing, seen)
-            remade = self._methods(type(thing)).remade
+            remade = carried_by_own_classes(type(thing)).remade
             return [(f"{path}.{name}", part) for name, part in attributes_of(thing).items() if name not in remade]
         return ()
 
@@ -357,7 +356,7 @@ class Unregistered:
         for name, one in modules:
             if not is_own(type(one)):
                 continue
-            carried = self._methods(type(one)).names
+            carried = carried_by_own_classes(type(one)).names
             for attribute, value in list(attributes_of(one).items()) if carried else ():
                 where = ".".join(filter(None, (path, name, attribute)))
                 if attribute not in carried or (id(one) in self._known and _keeps(type(one), attribute, value)):
@@ -385,10 +384,6 @@ class Unregistered:
     def _comes_back(self, value: object, path: str = "") -> bool:
         """``path``: of a variable."""
         return self._kept is not None and self._kept(value, LARGE if path in self._carried else SMALL)
-
-    def _methods(self, kind: type) -> CarriedByClass:
-        own = [one for one in kind.__mro__ if is_own(one)]
-        return CarriedByClass.together([carried_by_class_in(file_of(one), one.__name__) for one in own])
 
     def _kind(self, thing: object) -> str:
         """The name of ``thing`` if it has state that is unknown to us; else empty."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from flashrecovery.worker.preimport.own_files import is_own_file
@@ -24,6 +25,15 @@ def function_parts(value: object) -> dict[str, Any] | None:
     if type(value) is functools.partial:
         return {"func": value.func, "args": value.args, "keywords": value.keywords, **vars(value)}
     return None
+
+
+def shared_variables(function: types.FunctionType) -> dict[str, Any]:
+    """Those of the function around it that it uses, by name, as far as they have a value by now."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def with_parts(value: Any, parts: Mapping[str, Any]) -> Any:
@@ -50,19 +60,14 @@ def _is_looked_into(owner: object) -> bool:
 
 
 def _of_function(function: types.FunctionType) -> dict[str, Any]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    filled = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
     defaults = {f"default {number}": one for number, one in enumerate(function.__defaults__ or ())}
     keywords = {f"default {name}": one for name, one in (function.__kwdefaults__ or {}).items()}
-    return {**filled, **defaults, **keywords, **{f"attribute {name}": one for name, one in vars(function).items()}}
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - whether this raises
-    except ValueError:
-        return False
-    return True
+    return {
+        **shared_variables(function),
+        **defaults,
+        **keywords,
+        **{f"attribute {name}": one for name, one in vars(function).items()},
+    }
 
 
 def _set_in(function: types.FunctionType, parts: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from flashrecovery.worker.local_state.fingerprints import ELEMENTS, KEPT_NUMBERS
 from flashrecovery.worker.local_state.generators import is_generator
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.extents import is_array
+from flashrecovery.worker.script_text.function_parts import shared_variables
 from flashrecovery.worker.script_text.plain_values import (
     has_items,
     is_kept,
@@ -29,7 +30,7 @@ from flashrecovery.worker.script_text.plain_values import (
     set_items,
     slots_of,
 )
-from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
+from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_own_classes, is_own
 from flashrecovery.worker.script_text.script_modules import ScriptModules, attributes_of_class
 
 _DEPTH = 3
@@ -218,14 +219,14 @@ class _Attributes(MutableMapping[str, Any]):
 class _OfFunction(_Attributes):
     def __init__(self, function: types.FunctionType) -> None:
         self._every_cell = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        self._cells = {name: cell for name, cell in self._every_cell.items() if _is_filled(cell)}
         self._own = function.__dict__
         self._defaults = changing_defaults(function)
-        self._names = [*self._cells, *(name for name in self._own if name not in self._cells), *self._defaults]
+        self._shared = [*shared_variables(function)]
+        self._names = [*self._shared, *(name for name in self._own if name not in self._shared), *self._defaults]
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._cells:
-            return self._cells[name].cell_contents
+        if name in self._shared:
+            return self._every_cell[name].cell_contents
         return self._own[name] if name in self._own else self._defaults[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -333,8 +334,8 @@ _FIXED = frozenset(KEPT_NUMBERS)
 
 @functools.lru_cache(4096)
 def _changed_by_methods(kind: type) -> frozenset[str]:
-    found = [carried_by_class_in(file_of(one), one.__name__) for one in kind.__mro__ if is_own(one)]
-    return frozenset().union(*(one.names | one.remade | one.read for one in found))
+    found = carried_by_own_classes(kind)
+    return found.names | found.remade | found.read
 
 
 def _own_parts(module: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -455,14 +456,6 @@ def _keeps_something(function: object) -> bool:
     written = getattr(function, "__wrapped__", function)  # by a decorator of a library
     code = getattr(written, "__code__", function.__code__)
     return bool(keeps) and (is_own_file(function.__code__.co_filename) or is_own_file(code.co_filename))
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 _HOLDERS = (

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
+from flashrecovery.worker.script_text.function_parts import shared_variables
 from flashrecovery.worker.script_text.script_frames import frames, loop_at, tree_of
 
 _COLLECTIVES = (
@@ -96,12 +97,7 @@ def _names_in(frame: types.FrameType) -> _Names:
 
 def _names_of(function: types.FunctionType, owner: object) -> _Names:
     code = function.__code__
-    own: dict[str, Any] = {}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            own[name] = cell.cell_contents
-        except ValueError:  # not set yet
-            continue
+    own = shared_variables(function)
     if owner is not None and code.co_argcount:
         own[code.co_varnames[0]] = owner
     return lambda name: own.get(name, function.__globals__.get(name))

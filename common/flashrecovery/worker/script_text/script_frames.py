@@ -180,6 +180,12 @@ def carried_by_class_in(file: str, name: str) -> CarriedByClass:
     return CarriedByClass() if tree is None else carried_by_class(tree, name)
 
 
+def carried_by_own_classes(kind: type) -> CarriedByClass:
+    """Of a class and of those that it is made of, as far as they are the script's own."""
+    own = [one for one in kind.__mro__ if is_own(one)]
+    return CarriedByClass.together([carried_by_class_in(file_of(one), one.__name__) for one in own])
+
+
 def place_of(frame: types.FrameType, line: int) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{line}"
 

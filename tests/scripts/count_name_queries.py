@@ -1,12 +1,11 @@
-"""Connects TCPStores while it is the name server itself, and prints how many names were asked for meanwhile.
-
-The argument: ``torch`` alone, a ``server`` of flashrecovery's, or connections within a ``rank``.
+"""Connects TCPStores while it is the name server itself, and prints how many names were asked for meanwhile: by torch
+alone, by a server of flashrecovery's, and by connections within a rank, each in a process that is forked for it.
 """
 
 from __future__ import annotations
 
+import os
 import socket
-import sys
 import threading
 from contextlib import closing
 
@@ -38,8 +37,8 @@ def connect(port: int) -> None:
         TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("key", "value")
 
 
-def main() -> None:
-    names, how = NameServer(), sys.argv[1]
+def count(how: str) -> None:
+    names = NameServer()
     names.start()
     if how != "torch":
         stop_asking()
@@ -51,7 +50,15 @@ def main() -> None:
     else:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         connect(server.port)
-    print(names.asked)
+    print(how, names.asked, flush=True)
+
+
+def main() -> None:
+    for how in ("torch", "server", "rank"):
+        child = os.fork()
+        if child == 0:
+            return count(how)
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,20 @@ from typing import Any
 import pytest
 
 from flashrecovery.terminal import unwrapped
+from tests.support import shared_imports
 from tests.support.hosts import Host, Network, network
-from tests.support.jobs import GPT, MARKER, SMALL, Job, Layout, References, marked_processes, read_digests, read_events
+from tests.support.jobs import (
+    GPT,
+    MARKER,
+    PROGRAM,
+    SMALL,
+    Job,
+    Layout,
+    References,
+    marked_processes,
+    read_digests,
+    read_events,
+)
 
 TOKEN = "the-token-of-this-test-job"
 PORT = 29400
@@ -64,7 +75,7 @@ class NodesJob:
         if alone:
             self.start_controller()
         for number, host in enumerate(members):
-            command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "run", *self._shape]
+            command = [*PROGRAM, "run", *self._shape]
             command += ["--node-rank", str(number), "--node-name", host.name, "--controller", self._address, *options]
             command += [str(GPT / layout.script), *small, "--steps", str(steps), "--step-time", str(step_ms)]
             command += [*layout.flags, *flags]
@@ -75,14 +86,15 @@ class NodesJob:
     def _start(self, host: Host, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._started[host.name] = (command, env)
         inherited = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
+        env = {**inherited, "PYTHONFAULTHANDLER": "1", MARKER: self.marker, **env}
         with open(self._outputs / host.name, "ab") as out:
-            self.popens[host.name] = subprocess.Popen(
-                command,
+            self.popens[host.name] = _forked(host, command, env, out.fileno()) or subprocess.Popen(
+                [*host.command, *command],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**inherited, "PYTHONFAULTHANDLER": "1", MARKER: self.marker, **env},
+                env=env,
             )
 
     def start_again(self, host: Host) -> None:
@@ -93,7 +105,7 @@ class NodesJob:
     def start_controller(self) -> None:
         """A stand-alone one on the first host; for a second time after it was killed."""
         host = self.net.hosts[0]
-        command = [*host.command, sys.executable, "-m", "flashrecovery.cli.main", "controller", *self._shape]
+        command = [*PROGRAM, "controller", *self._shape]
         self._start(host, [*command, "--bind", self._address], {"FLASHRECOVERY_TOKEN": TOKEN})
 
     # -- looking ----------------------------------------------------------------------------------
@@ -279,6 +291,14 @@ def references_of_a_module(steps: int, nnodes: Callable[[Layout], int] = lambda 
         return References(lambda: tmp_path_factory.mktemp("reference"), launch)
 
     return reference
+
+
+def _forked(host: Host, command: Sequence[str], env: Mapping[str, str], out: int) -> shared_imports.Forked | None:
+    """The launcher of a node with one import of torch for all; None: it needs an interpreter for itself."""
+    program, arguments = command[: len(PROGRAM)], command[len(PROGRAM) :]
+    if (*program,) != PROGRAM or arguments[0] != "run" or not shared_imports.possible(env):
+        return None
+    return shared_imports.images.start(arguments, env, out, host.namespace)
 
 
 def _namespace(pid: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.timeout(400)  # two or three launches, one after anothe
 FLAGS = ["--step-time", "60"]
 STEPS = 80
 """Some seconds: of a checkpoint that ranks hear of too late, another one is announced three seconds later."""
+THREE = replace(FSDP, nproc=3)
 NEIGHBOURS = (1, 2)  # rank 2 has the copy of rank 1
 NO_SNAPSHOTS = {"snapshots": {"keep": "never"}}
 """Or the node would hold both ranks' own copies."""
@@ -40,12 +42,12 @@ def _options(directory: Path) -> list[str]:
 def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Path, reference: References) -> None:
     options = _options(tmp_path / "ckpt")
     running = RunningJob(
-        tmp_path / "run", FSDP, steps=STEPS, standby=2, flags=FLAGS, options=options, config=NO_SNAPSHOTS
+        tmp_path / "run", THREE, steps=STEPS, standby=2, flags=FLAGS, options=options, config=NO_SNAPSHOTS
     )
     saved = running.wait_for("checkpoint_saved")
     running.kill(*NEIGHBOURS)
     job = running.wait()
-    check_same(job, reference(FSDP))
+    check_same(job, reference(THREE))
     assert {e["rank"] for e in job.of("failure_detected")} == set(NEIGHBOURS)
     (fallback,) = job.of("fallback_started")
     assert saved["version"] <= fallback["version"] < STEPS

@@ -26,8 +26,6 @@ TIMEOUT_S = 240
 AT = 9
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "commit", "below")
 VICTIMS = (0, 1, 3)
-OFTEN = ("optimizer",)
-"""Phases that are in every run of the tests; the rest is in the grid."""
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(3 * TIMEOUT_S)]
 
@@ -118,26 +116,12 @@ def check_ends_as_resized(job: Job, engine: Engine, resized: Resized, left: Sequ
     elastic.check_ends_as_resized(job, AT, left, partial(resized, engine), sharded=engine.sharded)
 
 
-def kills() -> list[Any]:
-    """Each victim in each phase."""
-    return [
-        pytest.param(
-            *(engine, phase, victim),
-            id=f"{engine.name}-{phase}-{victim}",
-            marks=() if _often(engine, phase, number, turn) else pytest.mark.grid,
-        )
-        for engine in MAIN
-        for turn, phase in enumerate(PHASES)
-        for number, victim in enumerate(VICTIMS)
-    ]
-
-
-def _often(engine: Engine, phase: str, number: int, turn: int) -> bool:
-    return engine is ZERO3 and phase in OFTEN and number % 3 == turn % 3
-
-
-@pytest.mark.parametrize(("engine", "phase", "victim"), kills())
+@pytest.mark.grid
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("engine", MAIN, ids=str)
 def test_killed_and_not_replaced(engine: Engine, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
+    """In every run of the tests: test_elastic_growth_sharded.py."""
     job = launch(tmp_path / "run", engine, inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait(TIMEOUT_S)
     check_fired(job)
     check_ends_as_resized(job, engine, resized, [victim])

@@ -33,8 +33,8 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 
 KINDS = [
     pytest.param(FSDP2, id="fsdp2", marks=pytest.mark.grid),
-    pytest.param(zero(2), id="zero2", marks=needing(zero(2))),
-    *(pytest.param(kind, id=kind.name, marks=[*needing(kind), pytest.mark.grid]) for kind in (zero(1), zero(3))),
+    pytest.param(zero(3), id="zero3", marks=needing(zero(3))),
+    *(pytest.param(kind, id=kind.name, marks=[*needing(kind), pytest.mark.grid]) for kind in (zero(1), zero(2))),
 ]
 ALSO_ZERO = [
     pytest.param(FSDP2, id="fsdp2"),

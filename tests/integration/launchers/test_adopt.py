@@ -24,6 +24,7 @@ from tests.support.jobs import (
     check_recovered,
     check_same,
     marked_processes,
+    run_job,
 )
 from tests.support.tasks import MPIRUN_ENV, is_open_mpi, mpirun, stand_in
 
@@ -68,8 +69,8 @@ def codes(job: Job) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Two ranks, 12 steps, without a fault, of the stand-in."""
-    job = adopted(tmp_path_factory.mktemp("reference"), TWO, stand_in(2), steps=12, standby=0).wait()
+    """Two ranks, 12 steps, without a fault, started by ourselves."""
+    job = run_job(tmp_path_factory.mktemp("reference") / "run", TWO, steps=12, standby=0)
     assert job.code == 0, job.explain()
     check_clean(job)
     return job

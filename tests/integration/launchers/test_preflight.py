@@ -24,7 +24,8 @@ def _check(fault: str) -> str:
 
 
 def test_two_ranks_that_compute_what_they_should() -> None:
-    said = _check("-1:")
+    """One of them prints more than a pipe holds, as NCCL does with NCCL_DEBUG=INFO."""
+    said = _check("1:talk")
     assert "CPU rank 0 of" in said and "CPU rank 1 of" in said and "GEMM and all-reduce are right" in said
 
 
@@ -47,11 +48,6 @@ def test_one_that_stands_still_is_named_and_not_waited_for(monkeypatch: pytest.M
     with pytest.raises(PreflightError, match=r"local rank 1: has not ended within 15 s, in stage start$"):
         _check("1:hang")
     assert time.monotonic() - began < 40
-
-
-def test_one_that_prints_more_than_a_pipe_holds_is_healthy() -> None:
-    """As NCCL does with NCCL_DEBUG=INFO."""
-    assert "GEMM and all-reduce are right" in _check("1:talk")
 
 
 def _children(pid: int) -> list[int]:

@@ -354,19 +354,20 @@ ANY_TWO = ([[1, 2], [3], [0, 1], [2, 4], [4, 0], [1, 3]], 0.3)
 # Again before what the first loss has cost is whole again: what is left must stay whole.
 AGAIN = ([[1], [1], [3], [1], [1], [3], [3], [1]], 0.01)
 TWO_AGAIN = ([[1, 2], [1, 2], [3, 4], [3], [0, 1], [1], [4]], 0.01)
+SELDOM = (pytest.mark.grid, pytest.mark.mutants)
 
 
 @pytest.mark.parametrize(
     ("how", "series"),
     [
-        (NEIGHBOUR, SOME),
         (NEIGHBOUR, AGAIN),
         (NEIGHBOUR_APART, SOME),
-        (NEIGHBOUR_APART, AGAIN),
-        (PARITY_1, ONE),
         (PARITY_1, AGAIN),
-        (PARITY_2, ANY_TWO),
         (PARITY_2, TWO_AGAIN),
+        pytest.param(NEIGHBOUR, SOME, marks=SELDOM),
+        pytest.param(NEIGHBOUR_APART, AGAIN, marks=SELDOM),
+        pytest.param(PARITY_1, ONE, marks=SELDOM),
+        pytest.param(PARITY_2, ANY_TWO, marks=SELDOM),
     ],
 )
 def test_kills_at_random_moments_are_survived_exactly(

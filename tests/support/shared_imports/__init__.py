@@ -40,7 +40,7 @@ COMPILER = "torch._inductor.compile_fx"
 """What zygotes import beside megatron-core and DeepSpeed."""
 _IMAGES = 3
 """So many at a time, a quarter of a gigabyte each."""
-OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_")
+OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_", "GLOO_")
 """How the names of variables begin that no import of the image reads."""
 _ROOM = 32_768
 """Bytes for the arguments and the environment of a zygote, where /proc shows them."""
@@ -96,10 +96,12 @@ class Image:
                 start_new_session=True,
             )
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], out: int) -> Forked | None:
+    def start(self, command: Sequence[str], env: Mapping[str, str], out: int, host: str = "") -> Forked | None:
         """Run `flashrecovery` with these arguments in a separate session. ``out``: the descriptor of its output.
-        None: the interpreter has ended; it says why."""
-        data = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode()
+        ``host``: the network namespace in which all of it runs; "": this one. None: the interpreter has ended; it says
+        why."""
+        request = {"command": list(command), "env": dict(env), "cwd": os.getcwd(), "host": host}
+        data = json.dumps(request).encode()
         try:
             socket.send_fds(self._sock, [_LENGTH.pack(len(data))], [out])
             self._sock.sendall(data)
@@ -123,7 +125,7 @@ class Images:
         self._impossible: set[frozenset[tuple[str, str]]] = set()
         atexit.register(self.close)
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], out: int) -> Forked | None:
+    def start(self, command: Sequence[str], env: Mapping[str, str], out: int, host: str = "") -> Forked | None:
         """See :meth:`Image.start`. None: no interpreter can be made that could be shared."""
         own = {name: value for name, value in env.items() if not name.startswith(OF_A_JOB)}
         common = {"OMP_NUM_THREADS": "1", **LAUNCH_DEFAULTS, **own}
@@ -132,7 +134,7 @@ class Images:
         if key in self._impossible:
             return None
         image = self._images.pop(key, None) or Image(common, more)
-        started = image.start(command, env, out)
+        started = image.start(command, env, out, host)
         if started is None:
             self._impossible.add(key)
             image.close()

@@ -47,7 +47,7 @@ MODULES = (
 """What zygotes import after that which run a script with plain PyTorch."""
 FORGOTTEN = {"TORCHINDUCTOR_CACHE_DIR"}
 """What torch._dynamo sets, and sets again where it needs it. Zygotes forget it, too."""
-OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_")
+OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_", "GLOO_")
 """As in `__init__.py`, which is not imported here."""
 OWN = "its descriptor"
 """In a request, in place of the number that a descriptor has in the process that it is sent to."""
@@ -57,6 +57,8 @@ _PID = struct.Struct("<i")
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_PARENT = 0x8000
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+_MNT_DETACH, _MS_REC, _MS_SLAVE = 2, 0x4000, 0x80000
 
 
 def main() -> str:
@@ -155,6 +157,8 @@ def _become(request: dict[str, Any], out: int) -> str:
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
+    if request["host"]:
+        _enter(request["host"])
     launcher = os.getpid()
     waiting: list[str] = []
     ends: list[socket.socket] = []
@@ -170,6 +174,22 @@ def _become(request: dict[str, Any], out: int) -> str:
         ends.append(ours)
         waiting += [str(ours.fileno()), str(child)]
     os.execve(sys.executable, [sys.executable, str(LAUNCHER), *waiting, *request["command"]], request["env"])
+
+
+def _enter(host: str) -> None:
+    """As `ip netns exec HOST` does: this network namespace, and a /sys that shows its interfaces."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: bytes | int | None) -> None:
+        if getattr(libc, name)(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}", host)
+
+    with open(f"/run/netns/{host}") as namespace:
+        call("setns", namespace.fileno(), _CLONE_NEWNET)
+    call("unshare", _CLONE_NEWNS)
+    call("mount", b"", b"/", b"none", _MS_SLAVE | _MS_REC, None)
+    call("umount2", b"/sys", _MNT_DETACH)
+    call("mount", host.encode(), b"/sys", b"sysfs", 0, None)
 
 
 def _wait_for_the_agent(sock: socket.socket, launcher: int) -> str:

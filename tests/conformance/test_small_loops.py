@@ -22,6 +22,7 @@ REFUSED = (
     *("closure_sgd", "dispatch_dict", "generator_steps", "hyper_search", "lambda_step", "lbfgs", "map_steps"),
     *("freeze_later", "recurrent_hidden"),  # one optimizer for two DistributedDataParallels
     *("file_readline", "other_module_iterator", "recursion", "threads", "unrolled"),
+    *("generator_send", "list_islice", "seeds_spawned"),
 )
 LATE = ("reset_optimizer",)
 """What they do is not known before: refused when it comes to it."""

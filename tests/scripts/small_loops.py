@@ -2319,6 +2319,246 @@ for epoch in range(5):
         loss.backward()
         optimizer.step()
         say(epoch, n, loss.item())
+=== text_buffers
+import io
+
+report, raw = io.StringIO(), io.BytesIO()
+
+
+class Recorder:
+    def __init__(self):
+        self.buffer = io.StringIO()
+
+    def note(self, value):
+        print(f"{value:.5f}", file=self.buffer)
+        if self.buffer.tell() > 60:
+            text = self.buffer.getvalue()
+            self.buffer.seek(0)
+            self.buffer.truncate()
+            return len(text.splitlines())
+        return 0
+
+
+recorder = Recorder()
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+        report.write(f"{i}:{loss.item():.3f} ")
+        raw.write(bytes([i]))
+        say(loss.item(), recorder.note(loss.item()), len(raw.getvalue()))
+    say(report.getvalue())
+    report.truncate(0)
+    report.seek(0)
+=== dictionary_keys
+class Phase(enum.Enum):
+    A = "a"
+    B = "b"
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    layer: int
+    name: str
+
+
+by_phase, by_class, by_key, by_function = {}, collections.defaultdict(int), {}, {}
+by_path, by_module = collections.Counter(), {}
+momentum = {}
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+        phase = Phase.A if loss.item() > 3 else Phase.B
+        by_phase[phase] = by_phase.get(phase, 0) + 1
+        by_class[Net] += 2
+        by_path[pathlib.Path(str(i % 3))] += 1
+        by_key[Key(i % 2, "x")] = by_key.get(Key(i % 2, "x"), 0.0) + loss.item()
+        by_function[say] = by_function.get(say, 0) + 1
+        with torch.no_grad():
+            for p in model.parameters():
+                momentum.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+        for part in model.module.children():
+            by_module[part] = by_module.get(part, 0.0) + loss.item()
+        say(loss.item(), by_phase[phase], by_class[Net], sorted(by_path.values()), by_key[Key(i % 2, "x")])
+        say(by_function[say], sum(m.sum().item() for m in momentum.values()), sum(by_module.values()))
+=== singleton_by_class
+class Singleton(type):
+    _instances = {}
+
+    def __call__(cls, *args, **kwargs):
+        if cls not in cls._instances:
+            cls._instances[cls] = super().__call__(*args, **kwargs)
+        return cls._instances[cls]
+
+
+class Storage(metaclass=Singleton):
+    def __init__(self):
+        self.values, self.iter = collections.defaultdict(list), 0
+
+
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+        Storage().values["loss"].append(loss.item())
+        Storage().iter += 1
+        if Storage().iter % 3 == 2:
+            optimizer.param_groups[0]["lr"] *= 0.9
+        say(loss.item(), Storage().iter, sum(Storage().values["loss"]))
+=== partial_step
+def train_step(kind, batch, *, weight=1.0):
+    a, b = batch
+    optimizer.zero_grad()
+    loss = weight * (F.mse_loss(model(a), b) if kind == "mse" else F.l1_loss(model(a), b))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+step_fn = functools.partial(train_step, "mse")
+n = 0
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    it = iter(loader)
+    while (batch := next(it, None)) is not None:
+        match step_fn(batch), n % 4:
+            case value, 3:
+                step_fn = functools.partial(train_step, "l1", weight=step_fn.keywords.get("weight", 1.0) * 0.9)
+            case value, 1:
+                step_fn = functools.partial(train_step, "mse", weight=0.5)
+            case value, _:
+                pass
+        n += 1
+        say(epoch, n, value, step_fn.args, step_fn.keywords)
+=== method_next
+it, step = loader.__iter__(), 0
+while step < 14:
+    try:
+        a, b = it.__next__()
+    except StopIteration:
+        it = loader.__iter__()
+        continue
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(a), b)
+    loss.backward()
+    optimizer.step()
+    step += 1
+    say(step, loss.item())
+=== globals_by_name
+alpha, beta = 0.5, 0.25
+own = sys.modules[__name__]
+
+
+def decay(name, factor):
+    globals()[name] *= factor
+
+
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(a), b) * alpha
+        loss.backward()
+        optimizer.step()
+        decay("alpha", 0.95)
+        setattr(own, "beta", beta * 0.9)
+        globals().update(gamma=alpha + beta)
+        say(loss.item(), alpha, beta, gamma)
+=== sobol_and_shared
+import multiprocessing
+
+sobol = torch.quasirandom.SobolEngine(WIDTH, scramble=True, seed=rank)
+count, table = multiprocessing.Value("i", 0), multiprocessing.Array("d", 4)
+
+
+def smooth(value, state=types.SimpleNamespace(v=None)):
+    state.v = value if state.v is None else 0.9 * state.v + 0.1 * value
+    return state.v
+
+
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        a = a + 0.1 * sobol.draw(len(a))
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+        count.value += 1
+        table[i % 4] += loss.item()
+        say(loss.item(), sobol.num_generated, count.value, sum(table), smooth(loss.item()))
+=== module_by_hand
+tools = types.ModuleType("tools")
+tools.heads = [nn.Linear(WIDTH, 1, bias=False).requires_grad_(False)]
+tools.stats = {"n": 0}
+kept.append(tools.heads[0])
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+        tools.stats["n"] += 1
+        with torch.no_grad():
+            tools.heads[0].weight.lerp_(a[:1], 0.1)
+        say(loss.item(), tools.stats["n"], tools.heads[0].weight.sum().item())
+=== generator_send
+def schedule(base):
+    lr = base
+    while True:
+        loss = yield lr
+        lr = base / (1 + loss)
+
+
+rates = schedule(1e-2)
+next(rates)
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+        rate = rates.send(loss.item())
+        say(loss.item(), rate)
+=== list_islice
+def endless():
+    while True:
+        yield from loader
+
+
+it = endless()
+for step in range(8):
+    batches = list(itertools.islice(it, 2))
+    optimizer.zero_grad()
+    for a, b in batches:
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+    optimizer.step()
+    say(step, loss.item())
+=== seeds_spawned
+seeds = np.random.SeedSequence(5 + rank)
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        (child,) = seeds.spawn(1)
+        a = a + 0.1 * torch.from_numpy(np.random.default_rng(child).normal(size=WIDTH).astype(np.float32))
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        optimizer.step()
+        say(loss.item())
 """
 
 _PARTS = re.split(r"^=== (\w+)\n", _TEXTS, flags=re.MULTILINE)

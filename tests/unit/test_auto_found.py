@@ -89,6 +89,13 @@ def test_attributes_closures_and_partial_functions_lead_to_them() -> None:
     assert names(inner(trainer)) == {"step.args[0].net": ["step.args[0].optimizer"]}
 
 
+def test_modules_in_a_module_that_the_script_has_made_by_hand() -> None:
+    tools = types.ModuleType("tools")
+    tools.heads = [torch.nn.Linear(1, 1)]  # type: ignore[attr-defined]
+    frame = types.SimpleNamespace(f_locals={"tools": tools, "math": types}, f_globals={})
+    assert [*find(frame).objects] == ["tools.heads[0]"]  # type: ignore[arg-type]
+
+
 def test_tensors_that_a_method_changes() -> None:
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

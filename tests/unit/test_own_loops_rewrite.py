@@ -7,10 +7,13 @@ import io
 import queue
 import textwrap
 import types
+from collections.abc import Iterator
 from contextlib import redirect_stdout
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashrecovery.worker.own_loops.rewrite import HANDLE, Makes, Rewritten, rewrite
@@ -406,3 +409,54 @@ def test_what_a_step_takes_from_a_queue_or_a_file_is_named(tmp_path: Path) -> No
             frame = types.SimpleNamespace(f_locals=variables, f_globals={})
             assert taken_in(frame, ast.parse(text), 3) == found  # type: ignore[arg-type]
             assert "stream" not in taken_in(frame, ast.parse(text), 3, steps=False)  # type: ignore[arg-type]
+
+
+TAKEN = {
+    "rate = steps.send(loss)": "`steps.send(loss)` takes from a generator",
+    "batch = list(islice(steps, 2))": "`islice(steps, 2)` takes from a generator",
+    "named = dict(zip(names, steps))": "`zip(names, steps)` takes from a generator",
+    "child = seeds.spawn(1)": "`seeds.spawn(1)` takes from a SeedSequence",
+    "batch = draw(steps)": "",  # a function of the script's, whose own next() is led back
+    "print(steps, type(steps))": "",
+    "for x in enumerate(range(3)): rest = list(steps2)": "",  # made in the round
+}
+
+
+@pytest.mark.parametrize("line", TAKEN)
+def test_what_goes_on_with_an_iterator_by_other_means_than_next_is_named(line: str) -> None:
+    def steps() -> Iterator[int]:
+        yield from range(9)
+
+    own = {"steps": steps(), "steps2": steps(), "names": ["a"], "seeds": np.random.SeedSequence(1)}
+    frame: Any = types.SimpleNamespace(f_locals={**own, "islice": islice, "draw": steps}, f_globals={})
+    found = taken_in(frame, ast.parse(f"while True:\n    {line}\n"), 1, remade=frozenset(("steps2",)))
+    assert found == (f"line 2: {TAKEN[line]}" if TAKEN[line] else "")
+
+
+def test_next_and_iter_as_methods_are_led_back() -> None:
+    text = "it = loader.__iter__()\nwhile True:\n    engine.backward(it.__next__())\n    engine.step()\n"
+    rewritten = rewrite(text, "train.py")
+    assert rewritten.iterators == {"it"}
+    written = ast.unparse(rewritten.tree)
+    assert ".iterator(loader)" in written and ".next(('train.py', 'it'), it)" in written and "__next__" not in written
+
+
+@pytest.mark.parametrize("bound", ["partial(train_step, 'mse')", "torch.compile(train_step)", "train_step"])
+def test_a_function_of_the_step_that_is_called_by_another_name(bound: str) -> None:
+    text = "def train_step(kind, batch):\n    made.backward()\n    optimizer.step()\n"
+    text += f"step = {bound}\nfor x in loader:\n    step(x)\n"
+    assert {line: found.steps for line, found in rewrite(text, "train.py").loops.items()} == {5: True}
+
+
+def test_variables_that_are_set_by_a_text_belong_to_the_loop() -> None:
+    body = "for x in loader:\n    (x * alpha).backward()\n    optimizer.step()\n"
+    text = f"alpha = 1\ndef decay(name):\n    globals()[name] *= 0.9\n{body}    decay('alpha')\n"
+    (found,) = rewrite(text, "train.py").loops.values()
+    assert "alpha" in found.shared
+    for reads in ("print(globals()['alpha'])", "setattr(x, 'alpha', 1)"):
+        (found,) = rewrite(f"alpha = 1\n{body}    {reads}\n", "train.py").loops.values()
+        assert "alpha" not in found.shared
+    (found,) = rewrite(
+        f"own = sys.modules[__name__]\nalpha = 1\n{body}    setattr(own, 'beta', 1)\n", ""
+    ).loops.values()
+    assert {"alpha", "beta"} <= found.shared

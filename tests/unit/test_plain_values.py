@@ -8,6 +8,9 @@ import collections.abc
 import dataclasses
 import datetime
 import decimal
+import enum
+import io
+import multiprocessing
 import pathlib
 import types
 from collections.abc import Callable
@@ -20,7 +23,8 @@ import torch
 from flashrecovery.state import codec
 from flashrecovery.worker.own_loops import variables
 from flashrecovery.worker.own_loops.variables import Identities, LoopVariables, Saved, put_back, take_down
-from flashrecovery.worker.script_text.plain_values import SMALL, copy_of, is_kept, put
+from flashrecovery.worker.script_text.held_state import referred_to_from
+from flashrecovery.worker.script_text.plain_values import SMALL, References, copy_of, is_kept, put
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +119,23 @@ VALUES: dict[str, Callable[[], Any]] = {
     "namespace": lambda: [types.SimpleNamespace(a=1, b=[2])],
     "tensors and arrays": lambda: [torch.ones(2), np.arange(3), {"a": torch.zeros(1)}],
     "a dictionary like a mark": lambda: {"pickled": 1},
+    "frozen keys": lambda: {("a", Frozen(1)): [1], Frozen(2): 2},
+    "classes and functions as keys": lambda: {Record: Record(1), made_meters: 2, Kind.GOOD: 3, pathlib.Path("a"): 4},
+    "counted classes": lambda: {
+        "n": collections.Counter([Record, Record]),
+        "m": collections.defaultdict(int, {int: 1}),
+    },
 }
+
+
+class Kind(enum.Enum):
+    GOOD = "good"
+
+
+def closed() -> io.StringIO:
+    made = io.StringIO()
+    made.close()
+    return made
 
 
 @pytest.mark.parametrize("what", VALUES)
@@ -157,7 +177,8 @@ NOT_KEPT: dict[str, Callable[[], Any]] = {
     "an open file": Opened,
     "a list with one": lambda: [Opened()],
     "a lambda": lambda: [lambda: 1],
-    "an object as key": lambda: {("a", Frozen(1)): 1},
+    "an object as key": lambda: {("a", Smoothed()): 1},
+    "a closed text": lambda: [closed()],
     "a sentinel": lambda: [object()],
 }
 
@@ -282,6 +303,68 @@ def test_what_an_object_or_a_function_has_got_since_is_gone_again() -> None:
     registry["best"] = 1.0
     put_back(_frame(**values), names, Identities(), saved)
     assert not hasattr(record, "noise") and vars(function) == {"calls": 1} and registry == {"model": model, "count": 1}
+
+
+def test_texts_in_memory_and_shared_numbers_come_back_where_they_are() -> None:
+    """With the place where the next write goes."""
+    names = _names("lines", read=("text", "data", "count", "table", "record"))
+    text, data, count, table = (
+        io.StringIO(),
+        io.BytesIO(b"abc"),
+        multiprocessing.Value("i", 3),
+        multiprocessing.Array("d", 2),
+    )
+    record = Record(1)
+    record.log = io.StringIO()  # type: ignore[attr-defined]
+    text.write("one ")
+    values = {"text": text, "data": data, "count": count, "table": table, "record": record, "lines": [text]}
+    saved = _saved(names, **values)
+    text.write("two ")
+    data.seek(1)
+    data.write(b"xyz")
+    count.value, table[1] = 7, 5.0
+    record.log.write("more")  # type: ignore[attr-defined]
+    found = put_back(_frame(**values), names, Identities(), saved)
+    assert (text.getvalue(), data.getvalue(), data.tell(), count.value, table[:]) == ("one ", b"abc", 0, 3, [0.0, 0.0])
+    text.write("three")
+    assert text.getvalue() == "one three" and found["lines"] == [text]
+    assert record.log.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_low_discrepancy_points_go_on_where_they_were() -> None:
+    names, points = _names(read=("points",)), torch.quasirandom.SobolEngine(2, scramble=True, seed=1)
+    points.draw(3)
+    saved = _saved(names, points=points)
+    wanted = points.draw(2)
+    new = torch.quasirandom.SobolEngine(2, scramble=True, seed=1)
+    for engine in (points, new):
+        put_back(_frame(points=engine), names, Identities(), saved)
+        assert torch.equal(engine.draw(2), wanted)
+
+
+def test_dictionaries_whose_keys_are_parameters_and_modules() -> None:
+    names = _names("averages", "seen")
+
+    def known(model: torch.nn.Module) -> Identities:
+        return Identities.of(set(), (), References(referred_to_from([("model", model)])))
+
+    model, new = (torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.ReLU()) for _ in range(2))
+    values = {"averages": {p: torch.ones(2) for p in model.parameters()}, "seen": collections.Counter({model[0]: 2})}
+    saved = Saved.of(codec.loads(codec.dumps(take_down(_frame(**values), names, known(model)).plain())))
+    found = put_back(_frame(averages={}, seen=collections.Counter()), names, known(new), saved)
+    assert [*map(id, found["averages"])] == [*map(id, new.parameters())] and found["seen"] == {new[0]: 2}
+    assert not is_kept({torch.nn.Linear(1, 1): 1})
+
+
+def test_an_object_that_is_a_default_argument() -> None:
+    def smooth(state: types.SimpleNamespace = types.SimpleNamespace(value=1.0)) -> None:  # noqa: B008
+        state.value += 1.0
+
+    names = _names(read=("smooth",))
+    saved = _saved(names, smooth=smooth)
+    smooth()
+    put_back(_frame(smooth=smooth), names, Identities(), saved)
+    assert smooth.__defaults__ is not None and smooth.__defaults__[0].value == 1.0
 
 
 def test_buffers_come_back_where_they_are() -> None:

@@ -173,7 +173,8 @@ def _things(frame: types.FrameType) -> Iterator[tuple[str, Any]]:
 
 def _parts(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, types.ModuleType):
-        if is_own_file(str(getattr(thing, "__file__", None) or "")):
+        made_by_hand = thing.__spec__ is None and not hasattr(thing, "__file__")
+        if made_by_hand or is_own_file(str(getattr(thing, "__file__", None) or "")):
             yield from ((f"{path}.{n}", v) for n, v in vars(thing).items() if not n.startswith("__"))
     elif type(thing) in (list, tuple, dict, collections.OrderedDict, collections.defaultdict):
         pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)

@@ -382,7 +382,8 @@ class ScriptLoops:
             tree = tree_of(loop.key[0])
             if tree is None:
                 continue
-            found = taken_in(loop.frame, tree, loop.key[1], steps=loop.text.steps)
+            remade = loop.text.carried.remade
+            found = taken_in(loop.frame, tree, loop.key[1], steps=loop.text.steps, remade=remade)
             if found:
                 raise UnsupportedError(
                     f"{loop.place}: {found}, which a replacement cannot repeat: let the loop run over something "

@@ -61,7 +61,7 @@ class LoopText:
         reads: it is a ``for`` loop: what it runs over belongs to the step.
         carried: what it changes, and carries from round to round; of the outermost loop of its function.
         local: names that its rounds may set, for which the rewritten text has an assignment.
-        shared: names that functions of the file set by ``global``.
+        shared: names that functions of the file set by ``global``, or that it may set by ``globals()``.
         read_after: names that are read below it, in its function, or that functions in that one read.
         passed: names that are handed to functions of other files, which may change what they lead to; and those that
             functions of this one write in, which others may call: hooks of modules, callbacks.
@@ -171,6 +171,9 @@ class StepCalls:
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.functions.setdefault(node.name, []).append(node)
+        for name, function in _bound_to(tree):
+            if name not in self.functions and function in self.functions:
+                self.functions[name] = self.functions[function]
         self.loops: dict[PlainLoop, bool] = {}
         """All that are rewritten; True: a step loop."""
         # functions that have a step loop, or call one that has
@@ -326,6 +329,20 @@ def _optimizers(tree: ast.AST) -> set[str]:
     }
 
 
+def _bound_to(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Variables and attributes that call a function of the file, with its name: ``step = partial(train_step, "mse")``,
+    ``torch.compile(train_step)``, or the function itself."""
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
+        value = node.value
+        if isinstance(value, ast.Call) and value.args and called(value) in ("partial", "compile"):
+            value = value.args[0]
+        if isinstance(value, (ast.Name, ast.Attribute)):
+            function = value.id if isinstance(value, ast.Name) else value.attr
+            for target in node.targets:
+                if isinstance(target, (ast.Name, ast.Attribute)):
+                    yield target.id if isinstance(target, ast.Name) else target.attr, function
+
+
 def called(call: ast.Call) -> str:
     """The name of the function, or of the method."""
     if isinstance(call.func, ast.Name):
@@ -433,7 +450,7 @@ class _FileNames:
         nodes = list(ast.walk(tree))
         functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         return _FileNames(
-            frozenset(name for node in nodes if isinstance(node, ast.Global) for name in node.names),
+            frozenset((*_names_declared(nodes), *_names_by_text(tree, nodes))),
             frozenset((*_names_passed(tree, calls), *_names_written_in(nodes))),
             frozenset(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)),
             {node: one for one in functions for node in own_nodes(one) if isinstance(node, (ast.For, ast.While))},
@@ -509,6 +526,32 @@ def _names_read_after(place: ast.AST, loop: PlainLoop) -> Iterator[str]:
                 yield node.id
 
 
+def _names_declared(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """By ``global``."""
+    return (name for node in nodes if isinstance(node, ast.Global) for name in node.names)
+
+
+def _names_by_text(tree: ast.Module, nodes: Sequence[ast.AST]) -> set[str]:
+    """Variables of the file that it may set by a text: ``globals()[name] = 1``, ``globals().update(rate=0.1)``, or as
+    an attribute of ``sys.modules[__name__]``. Those that it sets elsewhere, and texts in it that are names."""
+    if not any(_writes_by_text(node) for node in nodes):
+        return set()
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    keywords = {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
+    return _names_set(tree) | keywords | {text for text in texts if text.isidentifier()}
+
+
+def _writes_by_text(node: ast.AST) -> bool:
+    written: ast.AST | None = None
+    if isinstance(node, ast.Subscript):
+        if ast.unparse(node) == "sys.modules[__name__]":
+            return True
+        written = None if isinstance(node.ctx, ast.Load) else node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _WRITING:
+        written = node.func.value
+    return isinstance(written, ast.Call) and called(written) == "globals" and not written.args
+
+
 def _names_passed(tree: ast.Module, calls: StepCalls) -> Iterator[str]:
     for loop in (node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.comprehension))):
         yield from _names_iterated(loop.iter)  # what it gives may be written in place: `for s, p in zip(slow, now)`
@@ -573,21 +616,32 @@ class _Iterators:
     @staticmethod
     def _name(call: ast.Call) -> str:
         """What is asked for its next element, if it is a variable."""
-        named = isinstance(call.func, ast.Name) and call.func.id == "next" and bool(call.args)
-        return ast.unparse(call.args[0]) if named and isinstance(call.args[0], (ast.Name, ast.Attribute)) else ""
+        asked = _of_builtin(call, "next")
+        return ast.unparse(asked) if isinstance(asked, (ast.Name, ast.Attribute)) else ""
 
     def rewrite(self, tree: ast.Module) -> None:
         for call in self._calls:
-            if isinstance(call.func, ast.Name):  # a function may be in two of the places
+            asked = _of_builtin(call, "next")
+            if asked is not None:  # a function may be in two of the places
                 key = ast.parse(repr((self._file, self._name(call))), mode="eval").body
                 for part in ast.walk(key):
                     ast.copy_location(part, call)
-                call.func, call.args = _attribute("next", call), [key, *call.args]
+                call.func, call.args = _attribute("next", call), [key, asked, *call.args[1:]]
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and any(ast.unparse(target) in self.names for target in node.targets):
                 made = node.value
-                if isinstance(made, ast.Call) and isinstance(made.func, ast.Name) and made.func.id == "iter":
-                    made.func = _attribute("iterator", made)
+                over = _of_builtin(made, "iter") if isinstance(made, ast.Call) else None
+                if isinstance(made, ast.Call) and over is not None:
+                    made.func, made.args = _attribute("iterator", made), [over, *made.args[1:]]
+
+
+def _of_builtin(call: ast.Call, name: str) -> ast.expr | None:
+    """What ``next(it)`` or ``it.__next__()`` is called of; None if it is another call."""
+    if isinstance(call.func, ast.Name) and call.func.id == name and call.args:
+        return call.args[0]
+    by_method = isinstance(call.func, ast.Attribute) and call.func.attr == f"__{name}__" and not call.args
+    owner = call.func.value if by_method and isinstance(call.func, ast.Attribute) else None
+    return owner if isinstance(owner, (ast.Name, ast.Attribute)) else None
 
 
 def _attribute(name: str, at: ast.expr) -> ast.expr:

@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS
-from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.rewrite import LoopText
 from flashrecovery.worker.script_text.extents import is_array
 from flashrecovery.worker.script_text.held_state import MODULES, held_by, may_lose, objects_from, referred_to_from
@@ -33,6 +32,7 @@ from flashrecovery.worker.script_text.plain_values import (
     copies_of,
     is_kept,
     is_referred_to,
+    is_whole,
     storage_of,
 )
 from flashrecovery.worker.script_text.script_frames import frames, is_own
@@ -233,7 +233,7 @@ def _of_objects(
     too_long = []
     paths: dict[int, str] = {}
     for path, thing in _objects(variables, names, known):
-        if as_stateful(thing) is not None:
+        if is_whole(type(thing)):
             attributes[path] = thing
             continue
         paths[id(thing)] = path
@@ -289,7 +289,7 @@ def iterators_of(frame: types.FrameType, names: LoopVariables, known: Identities
     return {
         f"{path}.{name}": value
         for path, thing in _objects(_Variables(frame), names, known)
-        if as_stateful(thing) is None and not hasattr(type(thing), "__iter__")
+        if not is_whole(type(thing)) and not hasattr(type(thing), "__iter__")
         for name, value in held_by(thing).items()
         if isinstance(value, Iterator)
     }
@@ -310,7 +310,7 @@ def put_back_objects(
         of_objects.setdefault(path, {})[name] = value
     variables = _Variables(frame)
     for path, thing in _objects(variables, names, known):
-        if as_stateful(thing) is not None:
+        if is_whole(type(thing)):
             if path in saved:
                 putting.put(thing, saved[path])
             continue

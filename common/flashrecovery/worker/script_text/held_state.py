@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.worker.local_state.fingerprints import ELEMENTS, KEPT_NUMBERS, attributes_of
-from flashrecovery.worker.local_state.generators import is_generator
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.extents import is_array
 from flashrecovery.worker.script_text.function_parts import shared_variables
@@ -25,6 +24,7 @@ from flashrecovery.worker.script_text.plain_values import (
     has_items,
     is_kept,
     is_referred_to,
+    is_whole,
     items_of,
     plain_base,
     set_items,
@@ -41,9 +41,10 @@ MODULES = ScriptModules()
 def objects_from(
     roots: Iterable[tuple[str, Any]], known: frozenset[int], seen: set[int], *, modules: bool = False
 ) -> Iterator[tuple[str, object]]:
-    """Generators of random numbers, functions with variables of others, classes and objects of the script's own, each
-    with the shortest of its paths from ``roots``. ``seen``: identities of those that have been yielded; grows.
-    ``modules``: the script's own ones among neural networks and their parts, too, also if they are ``known``."""
+    """Generators of random numbers, texts in memory, functions with variables of others, classes and objects of the
+    script's own, each with the shortest of its paths from ``roots``. ``seen``: identities of those that have been
+    yielded; grows. ``modules``: the script's own ones among neural networks and their parts, too, also if they are
+    ``known``."""
     waiting = collections.deque((name, value, _DEPTH) for name, value in roots if _leads_to(value))
     while waiting and len(seen) < _OBJECTS:
         path, thing, depth = waiting.popleft()
@@ -75,7 +76,7 @@ def objects_from(
             parts = [(f"{path}.{name}", part) for name, part in _parts_of_call(thing)]
         elif kind is not _Kind.OTHER:
             yield path, thing
-            if kind is not _Kind.GENERATOR:
+            if kind is not _Kind.WHOLE:
                 parts = [(f"{path}.{name}", part) for name, part in held_by(thing).items()]
         if depth:
             waiting.extend((where, part, depth - 1) for where, part in parts if _leads_to(part))
@@ -83,8 +84,9 @@ def objects_from(
 
 def referred_to_from(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, object]]:
     """Modules, optimizers, functions and the like, and objects of the script's own classes, each with the shortest of
-    its paths from ``roots``. Not methods: a new one is made each time."""
+    its paths from ``roots``, and the parameters of these modules. Not methods: a new one is made each time."""
     seen: set[int] = set()
+    within: set[int] = set()
     waiting = collections.deque((name, value, _DEPTH) for name, value in roots)
     while waiting and len(seen) < _OBJECTS:
         path, thing, depth = waiting.popleft()
@@ -100,6 +102,9 @@ def referred_to_from(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, ob
             parts = _parts_of_call(thing)
         elif isinstance(thing, torch.nn.Module):
             parts = thing.named_children()
+            if id(thing) not in within:  # else those of the module around it are these, too
+                within.update(map(id, thing.modules()))
+                yield from ((f"{path}.{name}", parameter) for name, parameter in thing.named_parameters())
         elif kind in (_Kind.OWN, _Kind.CLASS, _Kind.FUNCTION):
             parts = held_by(thing).items()
         by_path = (is_referred_to(thing) and not isinstance(thing, types.MethodType)) or kind is _Kind.OWN
@@ -127,7 +132,7 @@ class _Kind(enum.Enum):
     CONTAINER = "container"
     CALL = "method or partial"
     OPTIMIZER = "optimizer"
-    GENERATOR = "generator"
+    WHOLE = "generator of random numbers, or text in memory"
     OWN = "own"
     MODULE = "neural network"
     CLASS = "class"
@@ -162,8 +167,8 @@ def _kind_of(kind: type) -> _Kind | None:
         return _Kind.MODULE
     if issubclass(kind, _LEAVES):
         return None
-    if is_generator(kind):
-        return _Kind.GENERATOR
+    if is_whole(kind):
+        return _Kind.WHOLE
     if kind in _WALKED:
         return _Kind.CONTAINER
     if issubclass(kind, enum.Enum):
@@ -445,8 +450,9 @@ def changing_defaults(function: types.FunctionType) -> dict[str, Any]:
     code, defaults = function.__code__, function.__defaults__ or ()
     last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     every = {**dict(zip(last, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    kinds = (list, dict, set, collections.deque)
     return {
-        f"{name}=": value for name, value in every.items() if isinstance(value, (list, dict, set, collections.deque))
+        f"{name}=": value for name, value in every.items() if isinstance(value, kinds) or _leads_to(value) is _Kind.OWN
     }
 
 
@@ -460,7 +466,7 @@ def _keeps_something(function: object) -> bool:
 
 _HOLDERS = (
     *(types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap),
-    *(threading.local, contextvars.ContextVar),
+    *(threading.local, contextvars.ContextVar, torch.quasirandom.SobolEngine),
 )
 
 

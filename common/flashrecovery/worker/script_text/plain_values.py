@@ -19,6 +19,7 @@ import decimal
 import enum
 import fractions
 import functools
+import io
 import pathlib
 import sys
 import types
@@ -75,6 +76,55 @@ def made_of_parts(name: str, parts: Iterable[Any]) -> Any:
     return next(make for kind, (_, make) in BY_PARTS.items() if kind.__name__ == name)(*parts)
 
 
+class _Whole(typing.NamedTuple):
+    """How objects of a class that are read and written by methods alone give their content, with the place in it, and
+    get it back. ``size``: in characters, bytes or numbers."""
+
+    size: Callable[[Any], int]
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None]
+    make: Callable[[], Any] | None = None
+    """None: only the one that is there can get it back."""
+
+
+_TEXT = _Whole(
+    lambda text: len(text.getvalue()),
+    lambda text: text.__getstate__()[:3],
+    lambda text, state: text.__setstate__((*state, None)),
+    io.StringIO,
+)
+_BYTES = _Whole(
+    lambda data: len(data.getvalue()),
+    lambda data: data.__getstate__()[:2],
+    lambda data, state: data.__setstate__((*state, None)),
+    io.BytesIO,
+)
+_NUMBER = _Whole(lambda _: 1, lambda one: one.get_obj().value, lambda one, v: setattr(one.get_obj(), "value", v))
+_ARRAY = _Whole(
+    lambda a: len(a.get_obj()), lambda a: a.get_obj()[:], lambda a, v: a.get_obj().__setitem__(slice(None), v)
+)
+
+
+@functools.lru_cache(4096)
+def _whole(kind: Any) -> _Whole | None:
+    if kind in (io.StringIO, io.BytesIO):
+        return _TEXT if kind is io.StringIO else _BYTES
+    if kind.__module__ != "multiprocessing.sharedctypes":
+        return None
+    return {"Synchronized": _NUMBER, "SynchronizedArray": _ARRAY, "SynchronizedString": _ARRAY}.get(kind.__name__)
+
+
+LONGEST = 1 << 20
+"""Characters or bytes of such a text that is taken down."""
+
+
+def is_whole(kind: type) -> bool:
+    """Whether objects of this class are taken down as a whole, and have no attributes: generators of random numbers,
+    texts and bytes in memory, numbers that processes share (`multiprocessing.Value`)."""
+    found = _whole(kind)
+    return found is not None or generators.is_generator(kind)
+
+
 _DTYPES = "biufcSUMm"
 """Kinds of numpy's dtypes whose values are plain."""
 
@@ -92,6 +142,7 @@ _REFERENCE = "what was made at set-up"
 _METHOD = "method of an object"
 _PARTIAL = "function with some of its arguments"
 _BUFFER = "bytes or numbers that can be written"
+_CONTENT = "content of what is read and written by methods"
 _MARKS = frozenset(
     (
         _ENUM,
@@ -108,6 +159,7 @@ _MARKS = frozenset(
         _METHOD,
         _PARTIAL,
         _BUFFER,
+        _CONTENT,
     )
 )
 """Keys of dictionaries that stand for something else; each is the only one."""
@@ -174,6 +226,9 @@ class _Kept:
             return "<locals>" not in kind.__qualname__
         if kind in _BUFFERS:
             return len(value) <= SMALL
+        whole = _whole(kind)  # type: ignore[arg-type] # a class is hashable
+        if whole is not None:
+            return not getattr(value, "closed", False) and whole.size(value) <= LONGEST
         if kind in _IMMUTABLE or kind in BY_PARTS:
             return kind is not datetime.datetime or value.tzinfo is None
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -204,11 +259,24 @@ class _Kept:
             return depth == _DEPTH  # it is there, and is not made again
         parts = value.values() if isinstance(value, dict) else value
         keys = value if isinstance(value, (dict, set, frozenset)) else ()
-        if not _NUMBERS.issuperset(map(type, keys)) and not all(map(_is_key, keys)):
+        of_dictionary = parts is not keys
+        if not _NUMBERS.issuperset(map(type, keys)) and not all(
+            _is_key(key) or (of_dictionary and self._is_made_key(key)) for key in keys
+        ):
             return False
         if parts is keys or _NUMBERS.issuperset(map(type, parts)):
             return True
         return self._has_parts(parts, depth)
+
+    def _is_made_key(self, key: Any) -> bool:
+        """Whether it is a key of a dictionary by what it is like (a class, a member of an enumeration, a path, a frozen
+        data class), or a module or parameter that was made at set-up."""
+        if type(key) is tuple:
+            return all(_is_key(part) or self._is_made_key(part) for part in key)
+        if isinstance(key, _KEYS) and self._references.path_of(key) is not None:
+            return True
+        named = isinstance(key, (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType))
+        return (named or type(key) in BY_PARTS or _is_frozen(type(key))) and self.has(key, _DEPTH)
 
     def _has_parts(self, parts: Iterable[Any], depth: int) -> bool:
         for part in parts:
@@ -218,8 +286,14 @@ class _Kept:
         return True
 
 
+def _is_frozen(kind: type) -> bool:
+    """Whether its objects are equal, and have one hash, if their fields do."""
+    made = getattr(kind, "__dataclass_params__", None)
+    return made is not None and made.frozen and made.eq
+
+
 def _is_key(key: Any) -> bool:
-    """Whether it may be one of a dictionary, or in a set."""
+    """Whether it may be one of a dictionary, or in a set, as it is."""
     kind = type(key)
     if kind in (tuple, frozenset):
         return all(map(_is_key, key))
@@ -240,6 +314,7 @@ _WHICH = (
     *(torch.utils.data.Dataset, torch.utils.data.DataLoader),
     *(types.FunctionType, types.MethodType, functools.partial),
 )
+_KEYS = (torch.nn.Module, torch.nn.Parameter)
 
 
 def is_referred_to(value: object) -> bool:
@@ -254,6 +329,7 @@ _NO_STATE = frozenset(
     (
         *(object, abc.ABC, typing.Generic, typing.Protocol, argparse.Namespace, collections.Counter),
         *(collections.UserDict, collections.UserList, collections.ChainMap),  # but for their attributes
+        torch.quasirandom.SobolEngine,
     )
 )
 _ABSTRACT = ("collections.abc", "typing")
@@ -452,7 +528,7 @@ def _count(value: Any, seen: dict[int, Any], again: list[int], references: Refer
 
 def _parts_of(value: Any) -> Iterable[Any]:
     kind = type(value)
-    if isinstance(value, torch.Tensor) or kind in _BUFFERS or is_of_numpy(kind) or generators.is_generator(kind):
+    if isinstance(value, torch.Tensor) or kind in _BUFFERS or is_of_numpy(kind) or is_whole(kind):
         return ()
     if type(value) in _CONTAINERS:
         parts = value.values() if isinstance(value, dict) else value
@@ -489,10 +565,11 @@ def _copied(value: Any, alike: _Alike) -> Any:
         return value.detach().clone()
     if kind in (list, tuple, set, collections.deque) and _NUMBERS.issuperset(map(type, value)):
         return value if kind is tuple else value.copy()
-    if kind is dict and _NUMBERS.issuperset(map(type, value.values())) and _MARKS.isdisjoint(value):
-        return value.copy()
     if kind is dict:
-        if len(value) == 1 and not _MARKS.isdisjoint(value):
+        as_they_are = _NUMBERS.issuperset(map(type, value)) or all(map(_is_key, value))
+        if as_they_are and _NUMBERS.issuperset(map(type, value.values())) and _MARKS.isdisjoint(value):
+            return value.copy()
+        if not as_they_are or (len(value) == 1 and not _MARKS.isdisjoint(value)):
             return {_DICT: ("dict", None, _pairs(value, alike))}
         return dict(_pairs(value, alike))
     if kind in _DICTIONARIES:
@@ -507,6 +584,9 @@ def _copied(value: Any, alike: _Alike) -> Any:
         return {_ENUM: (kind.__module__, kind.__qualname__, value.name)}
     if kind in _BUFFERS:
         return {_BUFFER: (getattr(value, "typecode", ""), bytes(value))}
+    whole = _whole(kind)  # type: ignore[arg-type] # a class is hashable
+    if whole is not None:
+        return {_CONTENT: (kind.__module__, kind.__name__, whole.read(value))}
     if kind in BY_PARTS:
         return {_VALUE: (kind.__name__, BY_PARTS[kind][0](value))}
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -537,7 +617,16 @@ def _copied(value: Any, alike: _Alike) -> Any:
 
 
 def _pairs(value: Mapping[Any, Any], alike: _Alike) -> list[tuple[Any, Any]]:
-    return [(key, _copy(part, alike)) for key, part in value.items()]
+    return [(_copy_of_key(key, alike), _copy(part, alike)) for key, part in value.items()]
+
+
+def _copy_of_key(key: Any, alike: _Alike) -> Any:
+    if type(key) in _NUMBERS or _is_key(key):
+        return key
+    if type(key) is tuple:
+        return tuple(_copy_of_key(part, alike) for part in key)
+    path = alike.references.path_of(key) if isinstance(key, _KEYS) else None
+    return _copied(key, alike) if path is None else {_REFERENCE: path}
 
 
 # -- put back -----------------------------------------------------------------------------------------
@@ -657,6 +746,8 @@ class Putting:
                 return self._made(made)
             there[:] = made
             return there
+        if mark == _CONTENT:
+            return self._content(now, *value)
         if mark == _GENERATOR:
             return self._generator(now, *value)
         if mark == _VIEW:
@@ -684,6 +775,17 @@ class Putting:
         if stateful is not None:
             stateful.load_state_dict(state)
         return self._made(there)
+
+    def _content(self, now: Any, module: str, name: str, content: Any) -> Any:
+        kind: Any = getattr(io if module == "_io" else sys.modules.get(module), name, type(None))
+        whole = _whole(kind)
+        there = None if getattr(now, "closed", False) else self._in_place(now, kind)
+        if there is None and whole is not None and whole.make is not None:
+            there = self._made(whole.make())
+        if there is None or whole is None:
+            return now
+        whole.write(there, content)
+        return there
 
     def _new(self, now: Any, module: str, path: str, attributes: Any, items: Any, maxlen: int | None) -> Any:
         """An object of that class: the one that is there, or one without any state."""
@@ -756,8 +858,14 @@ class Putting:
     def _into_dictionary(self, there: Any, pairs: list[tuple[Any, Any]]) -> Any:
         base: Any = collections.OrderedDict if isinstance(there, collections.OrderedDict) else dict
         old = dict(base.items(there))
-        set_items(there, {key: self.put(old.get(key), value) for key, value in pairs}, base)
+        made = [(self._key(key), value) for key, value in pairs]
+        set_items(there, {key: self.put(old.get(key), value) for key, value in made}, base)
         return there
+
+    def _key(self, saved: Any) -> Any:
+        if type(saved) is tuple:
+            return tuple(map(self._key, saved))
+        return self.put(None, saved) if type(saved) is dict else saved
 
     @staticmethod
     def _array(saved: Any) -> Any:

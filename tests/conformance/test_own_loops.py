@@ -22,7 +22,7 @@ SCRIPT = ROOT / "tests" / "scripts" / "own_loops.py"
 TIMEOUT_S = 300
 SHAPES = (
     *("epochs", "while_next", "random_batches", "trainer", "generator", "zipped", "early", "shuffled", "module"),
-    *("phases", "twice"),
+    *("phases", "twice", "logged"),
 )
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer", "commit", "below")
 

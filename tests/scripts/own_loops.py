@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -23,7 +24,7 @@ import deepspeed
 import own_loops_module
 import torch
 import torch.distributed as dist
-from deepspeed.utils import RepeatingLoader, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import RepeatingLoader, logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -123,6 +124,19 @@ def slow() -> None:
         say(number, loss.hex())
         if number % 2 == 0:
             time.sleep(0.4)
+
+
+def logged() -> None:
+    """By DeepSpeed's logger, which has kept the standard output of the process that imported DeepSpeed."""
+    logger.setLevel(logging.INFO)
+    logger.handlers[0].setLevel(logging.INFO)
+    logger.handlers[0].setFormatter(logging.Formatter("%(message)s"))
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            logger.info(f"rank={rank} begins {epoch} {number}")
+            loss = train_step(batch)
+            logger.info(f"rank={rank} epoch {epoch} {number} {loss.hex()}")
 
 
 def while_next() -> None:

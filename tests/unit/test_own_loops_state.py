@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
+import logging
 import os
 import random
 import sys
@@ -441,6 +442,33 @@ def test_each_line_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
     output.show_all()
     print("after")
     assert shown(output) == "set-up\nstep 0\nstep 1\nafter\n"
+
+
+class Message(str):
+    """As loguru writes them."""
+
+
+def test_loggers_that_packages_made_when_they_were_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a zygote or standby; DeepSpeed's, and loguru's first handler."""
+    real = io.StringIO()
+    handler, other = logging.StreamHandler(real), logging.StreamHandler(elsewhere := io.StringIO())
+    sink = types.SimpleNamespace(_stream=real)
+    core = types.SimpleNamespace(handlers={0: types.SimpleNamespace(_sink=sink)})
+    monkeypatch.setitem(sys.modules, "loguru", types.SimpleNamespace(logger=types.SimpleNamespace(_core=core)))
+    monkeypatch.setattr(sys, "stderr", real)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    output = Output()
+    output.take(replacement=False)
+    output.protect(Mark())
+    output.handed_out(0)
+    record = logging.LogRecord("", logging.INFO, "", 1, "step 0, in vain", None, None)
+    handler.emit(record)
+    other.emit(record)
+    sink._stream.write(Message("step 0, in vain"))
+    assert codec.loads(codec.dumps(output.newest(1))) == {0: [(1, "step 0, in vain\n"), (1, "step 0, in vain")]}
+    output.restore(0, {})
+    output.show_all()
+    assert not real.getvalue() and elsewhere.getvalue() == "step 0, in vain\n"
 
 
 @pytest.mark.parametrize("replacement", [False, True])

@@ -12,6 +12,7 @@ So has a process that the script has forked, as a loader's worker, if the step f
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,8 @@ class Output:
         if not self._streams:
             self._streams = [_Stream(self, 0, sys.stdout), _Stream(self, 1, sys.stderr)]
             sys.stdout, sys.stderr = self._streams
+            for stream in self._streams:
+                _lead_loggers_to(stream)
             self._holding = replacement
             os.register_at_fork(after_in_child=self._pass_on)
 
@@ -142,6 +145,19 @@ class Output:
                 mark.set_shown(step + 1, 0)
 
 
+def _lead_loggers_to(stream: _Stream) -> None:
+    """Loggers of packages that were imported before keep the stream that was there then: DeepSpeed's, loguru's."""
+    for reference in list(logging._handlerList):  # type: ignore[attr-defined] # of no public name
+        handler = reference()
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream.real:
+            handler.setStream(stream)
+    core = getattr(getattr(sys.modules.get("loguru"), "logger", None), "_core", None)
+    for handler in getattr(core, "handlers", {}).values():
+        sink = getattr(handler, "_sink", None)
+        if sink is not None and getattr(sink, "_stream", None) is stream.real:
+            sink._stream = stream
+
+
 def _writes(lines: Printed) -> Iterator[tuple[int, str]]:
     """Neighbouring texts of one stream together."""
     for stream, texts in itertools.groupby(lines, key=lambda one: one[0]):
@@ -157,7 +173,7 @@ class _Stream:
         self._number = number
 
     def write(self, text: str) -> int:
-        self._output.write(self._number, text)
+        self._output.write(self._number, str(text))  # of loguru it is a class of its own, which no version can hold
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import tqdm
 
 from flashrecovery.state import codec
 from flashrecovery.worker.own_loops import variables
@@ -354,6 +355,22 @@ def test_dictionaries_whose_keys_are_parameters_and_modules() -> None:
     found = put_back(_frame(averages={}, seen=collections.Counter()), names, known(new), saved)
     assert [*map(id, found["averages"])] == [*map(id, new.parameters())] and found["seen"] == {new[0]: 2}
     assert not is_kept({torch.nn.Linear(1, 1): 1})
+
+
+def test_variables_of_a_module_that_is_made_by_hand() -> None:
+    names, tools = _names(read=("tools",)), types.ModuleType("tools")
+    vars(tools).update(count=1, heads=[torch.nn.Linear(1, 1)], seen=[1])
+    saved = _saved(names, tools=tools)
+    vars(tools).update(count=2)
+    tools.seen.append(2)
+    put_back(_frame(tools=tools), names, Identities(), saved)
+    assert (tools.count, tools.seen, len(tools.heads)) == (1, [1], 1)
+
+
+def test_the_functions_of_a_progress_bar_are_its_own() -> None:
+    """A new one is made for each epoch."""
+    with tqdm.tqdm(range(3), file=io.StringIO()) as bar:
+        assert not take_down(_frame(bar=bar), _names("bar"), Identities()).others
 
 
 def test_an_object_that_is_a_default_argument() -> None:

@@ -31,6 +31,7 @@ from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
 from flashrecovery.worker.script_text.plain_values import is_kept, storage_of
 from flashrecovery.worker.script_text.script_frames import carried_by_class_in, file_of, frames, is_own
+from flashrecovery.worker.script_text.script_modules import is_made_by_hand
 
 _DEPTH = 5
 _THINGS = 10_000
@@ -173,8 +174,7 @@ def _things(frame: types.FrameType) -> Iterator[tuple[str, Any]]:
 
 def _parts(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, types.ModuleType):
-        made_by_hand = thing.__spec__ is None and not hasattr(thing, "__file__")
-        if made_by_hand or is_own_file(str(getattr(thing, "__file__", None) or "")):
+        if is_made_by_hand(thing) or is_own_file(str(getattr(thing, "__file__", None) or "")):
             yield from ((f"{path}.{n}", v) for n, v in vars(thing).items() if not n.startswith("__"))
     elif type(thing) in (list, tuple, dict, collections.OrderedDict, collections.defaultdict):
         pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)

@@ -245,9 +245,14 @@ def _of_objects(
                 attributes[f"{path}.{name}"] = value
             elif isinstance(value, CONTAINERS) and len(value) > SMALL:
                 too_long.append(f"{path}.{name}")
-            elif is_referred_to(value):
+            elif is_referred_to(value) and not _is_progress_bar(thing):
                 others[f"{path}.{name}"] = value
     return attributes, too_long, others, paths
+
+
+def _is_progress_bar(thing: object) -> bool:
+    """Its functions are made again with it, for each epoch."""
+    return type(thing).__module__.partition(".")[0] == "tqdm"
 
 
 def put_back(frame: types.FrameType, names: LoopVariables, known: Identities, saved: Saved) -> dict[str, Any]:

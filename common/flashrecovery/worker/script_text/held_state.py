@@ -31,7 +31,7 @@ from flashrecovery.worker.script_text.plain_values import (
     slots_of,
 )
 from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_own_classes, is_own
-from flashrecovery.worker.script_text.script_modules import ScriptModules, attributes_of_class
+from flashrecovery.worker.script_text.script_modules import ScriptModules, attributes_of_class, is_made_by_hand
 
 _DEPTH = 3
 _OBJECTS = 10_000
@@ -145,6 +145,8 @@ def _leads_to(thing: object) -> _Kind | None:
     """None: to nothing."""
     if isinstance(thing, type):
         return _kind_of_class(thing)
+    if isinstance(thing, types.ModuleType):
+        return _Kind.OWN if is_made_by_hand(thing) else None
     return _kind_of(type(thing))  # type: ignore[arg-type] # a class is hashable
 
 
@@ -260,7 +262,8 @@ class _OfClass(_Attributes):
 class _OfModule(_Attributes):
     def __init__(self, module: types.ModuleType) -> None:
         self._variables = vars(module)
-        self._names = MODULES.changing(module.__name__)
+        of_no_file = [name for name in self._variables if not name.startswith("__")] if is_made_by_hand(module) else ()
+        self._names = of_no_file or MODULES.changing(module.__name__)
 
     def __getitem__(self, name: str) -> Any:
         return self._variables[name]

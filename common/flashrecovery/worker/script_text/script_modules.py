@@ -116,6 +116,11 @@ class ScriptModules:
         return _is_number(value)
 
 
+def is_made_by_hand(thing: object) -> bool:
+    """Whether it is a module that the script has made itself, of no file: ``types.ModuleType("tools")``."""
+    return type(thing) is types.ModuleType and thing.__spec__ is None and not hasattr(thing, "__file__")
+
+
 def attributes_of_class(kind: type) -> dict[str, Any]:
     """But for its methods and the like."""
     return {name: value for name, value in vars(kind).items() if not name.startswith("__") and not callable(value)}

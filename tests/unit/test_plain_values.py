@@ -25,7 +25,7 @@ from flashrecovery.state import codec
 from flashrecovery.worker.own_loops import variables
 from flashrecovery.worker.own_loops.variables import Identities, LoopVariables, Saved, put_back, take_down
 from flashrecovery.worker.script_text.held_state import referred_to_from
-from flashrecovery.worker.script_text.plain_values import SMALL, References, copy_of, is_kept, put
+from flashrecovery.worker.script_text.plain_values import LONGEST, SMALL, References, copy_of, is_kept, put
 
 
 @pytest.fixture(autouse=True)
@@ -330,6 +330,13 @@ def test_texts_in_memory_and_shared_numbers_come_back_where_they_are() -> None:
     text.write("three")
     assert text.getvalue() == "one three" and found["lines"] == [text]
     assert record.log.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_a_text_that_is_closed_or_too_long_is_left_out() -> None:
+    names, long = _names(read=("closed", "long", "table")), io.StringIO("a" * (LONGEST + 1))
+    table = multiprocessing.Array("d", SMALL + 1)
+    saved = take_down(_frame(closed=closed(), long=long, table=table), names, Identities())
+    assert not saved.attributes and sorted(saved.too_long) == ["closed", "long", "table"]
 
 
 def test_low_discrepancy_points_go_on_where_they_were() -> None:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS
+from flashrecovery.worker.local_state.generators import is_generator
 from flashrecovery.worker.own_loops.rewrite import LoopText
 from flashrecovery.worker.script_text.extents import is_array
 from flashrecovery.worker.script_text.held_state import MODULES, held_by, may_lose, objects_from, referred_to_from
@@ -233,8 +234,11 @@ def _of_objects(
     too_long = []
     paths: dict[int, str] = {}
     for path, thing in _objects(variables, names, known):
-        if is_whole(type(thing)):
+        if is_generator(type(thing)) or (is_whole(type(thing)) and _kept(thing, known)):
             attributes[path] = thing
+            continue
+        if is_whole(type(thing)):
+            too_long.append(path)
             continue
         paths[id(thing)] = path
         held = held_by(thing)

@@ -85,19 +85,24 @@ class _Whole(typing.NamedTuple):
     write: Callable[[Any, Any], None]
     make: Callable[[], Any] | None = None
     """None: only the one that is there can get it back."""
+    longest: int = SMALL
 
 
+LONGEST = 1 << 20
+"""Characters or bytes of a text in memory that is taken down."""
 _TEXT = _Whole(
     lambda text: len(text.getvalue()),
     lambda text: text.__getstate__()[:3],
     lambda text, state: text.__setstate__((*state, None)),
     io.StringIO,
+    LONGEST,
 )
 _BYTES = _Whole(
     lambda data: len(data.getvalue()),
     lambda data: data.__getstate__()[:2],
     lambda data, state: data.__setstate__((*state, None)),
     io.BytesIO,
+    LONGEST,
 )
 _NUMBER = _Whole(lambda _: 1, lambda one: one.get_obj().value, lambda one, v: setattr(one.get_obj(), "value", v))
 _ARRAY = _Whole(
@@ -112,10 +117,6 @@ def _whole(kind: Any) -> _Whole | None:
     if kind.__module__ != "multiprocessing.sharedctypes":
         return None
     return {"Synchronized": _NUMBER, "SynchronizedArray": _ARRAY, "SynchronizedString": _ARRAY}.get(kind.__name__)
-
-
-LONGEST = 1 << 20
-"""Characters or bytes of such a text that is taken down."""
 
 
 def is_whole(kind: type) -> bool:
@@ -228,7 +229,7 @@ class _Kept:
             return len(value) <= SMALL
         whole = _whole(kind)  # type: ignore[arg-type] # a class is hashable
         if whole is not None:
-            return not getattr(value, "closed", False) and whole.size(value) <= LONGEST
+            return not getattr(value, "closed", False) and whole.size(value) <= whole.longest
         if kind in _IMMUTABLE or kind in BY_PARTS:
             return kind is not datetime.datetime or value.tzinfo is None
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):

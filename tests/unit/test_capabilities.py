@@ -39,10 +39,11 @@ ELSEWHERE: dict[str, frozenset[str]] = {
     "Python": frozenset(
         {
             *("_exit", "_getframe", "_current_frames", "_inst", "_make", "_fields", "_option_string_actions"),
-            *("_get_candidate_names", "_normal_accessor"),
+            *("_get_candidate_names", "_normal_accessor", "_handlerList"),
         }
     ),
     "numpy": frozenset({"_rand", "_bit_generator"}),
+    "loguru": frozenset({"_core", "_sink", "_stream"}),
     "torchdata": frozenset({"_initial_iter_for_state_dict"}),
     "glibc": frozenset({"__res_state", "__res_init"}),
     "grpc": frozenset({"grpc._cython", "grpc._cython.cygrpc"}),

@@ -118,6 +118,11 @@ def grown(kind: Any) -> Any:
     return [*kind]
 
 
+def written(kind: Any) -> Any:
+    kind.write("2")
+    return kind.getvalue()
+
+
 def first_grown(kind: Any) -> Any:
     kind[0] += 1
     return kind[0]
@@ -173,6 +178,7 @@ TAKEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "named tuple": (lambda: [Point(0, 0)], moved),
     "slots": (Slots, slot),
     "keys of two": (dict, at_pair),
+    "text in memory": (lambda: io.StringIO("1"), written),
 }
 
 
@@ -198,7 +204,6 @@ NAMED: dict[str, Callable[[], Any]] = {
     "cycle": lambda: itertools.cycle([1, 2]),
     "map": lambda: map(float, range(9)),
     "list_iterator": lambda: iter([1, 2]),
-    "StringIO": lambda: io.StringIO("1"),
     "memoryview": lambda: memoryview(bytearray(2)),
     "SeedSequence": lambda: np.random.SeedSequence(3),
     "count": lambda: itertools.count(Decimal(1)),

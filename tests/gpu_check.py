@@ -6,7 +6,8 @@ phase of a step, with deterministic kernels; what each of :mod:`tests.gpu_scenar
 that changes (:mod:`tests.gpu_elastic`); then the other layouts and jobs. For two layouts also all ranks are killed at
 once, and the launcher with them. The report (``report.md``, ``report.json``), written after each of them, is meant to
 be attached to an issue. With fewer GPUs than ranks, all ranks share the first one; without any, ``--cpu`` runs the same
-over gloo, and ``--fake`` over the fake of NCCL, which tests this program and nothing of CUDA.
+over gloo, and ``--fake`` over the fake of NCCL, which tests this program and nothing of CUDA. ``--plan`` says what
+there is to do and for how long, and does nothing. ``--begin`` only begins each job, which tells whether it can be.
 """
 
 from __future__ import annotations
@@ -20,18 +21,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from flashrecovery.config import PHASES
-from tests import gpu_elastic, gpu_scenarios
-from tests.gpu_costs import MemoryWatch, Overhead, lost_per_recovery, overhead, used_bytes
+from tests import gpu_costs, gpu_elastic, gpu_scenarios
+from tests.gpu_costs import MemoryWatch, Overhead, lost_per_recovery, used_bytes
 from tests.gpu_parts import PARTS, PartResult, run_part
 from tests.gpu_scenarios import SCENARIOS
 from tests.support import fake_nccl
@@ -39,7 +39,7 @@ from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
 from tests.support.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, RunningJob, check_clean
 from tests.support.sameness import Printed, differences
-from tests.support.wrappers import FAKE_NCCL, on_gpus
+from tests.support.wrappers import FAKE_NCCL, Wrapper, on_gpus
 
 STEPS = 2 * len(PHASES) + 4
 JOB_S = 400.0
@@ -83,11 +83,8 @@ def phases_of(layout: Layout) -> list[str]:
     return list(PHASES) if layout in (FSDP, HSDP, ZERO3) else mg.phases(layout)
 
 
-def start(
-    directory: Path, layout: Layout, gpus: int, inject: Sequence[str] = (), *options: str, fake: bool = False
-) -> RunningJob:
+def start(directory: Path, layout: Layout, wrapper: Wrapper, inject: Sequence[str] = (), *options: str) -> RunningJob:
     """With one warm standby if faults are injected."""
-    wrapper = FAKE_NCCL if fake else on_gpus(gpus, layout.nproc)
     env = wrapper.environment(GPT / layout.script, mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else None)
     flags = [*SMALL, "--steps", str(STEPS), *layout.flags]
     standby = 1 if inject else 0
@@ -96,22 +93,26 @@ def start(
     )
 
 
-def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S, *, fake: bool = False) -> list[Result]:
+def kills_of(layout: Layout) -> list[str]:
+    """One in each phase of a step."""
+    return in_every_phase(phases_of(layout), (0, layout.nproc // 2, layout.nproc - 1), 0, "sigkill")
+
+
+def check(layout: Layout, directory: Path, wrapper: Wrapper, job_s: float) -> list[Result]:
     """One layout. A job that takes more than ``job_s`` seconds counts as hung: all its stacks are written."""
     result = Result(layout.name, layout.nproc)
     directory.mkdir(parents=True)
-    victims = (0, layout.nproc // 2, layout.nproc - 1)
-    inject = in_every_phase(phases_of(layout), victims, 0, "sigkill")
+    inject = kills_of(layout)
     result.kills = len(inject)
     began = time.monotonic()
-    reference = start(directory / "reference", layout, gpus, fake=fake).wait(job_s)
+    reference = start(directory / "reference", layout, wrapper).wait(job_s)
     if reference.code != 0:
         result.seconds = time.monotonic() - began
         result.found.append(f"the undisturbed job has ended with code {reference.code}: {directory}/reference.out")
         return [result]
-    with MemoryWatch(used_bytes if gpus else lambda: 0) as memory:
-        job = start(directory / "killed", layout, gpus, inject, fake=fake).wait(job_s)
-    result.lost_bytes = lost_per_recovery(memory.samples, job.events) if gpus else None
+    with MemoryWatch(lambda: 0 if wrapper.on_cpus else used_bytes()) as memory:
+        job = start(directory / "killed", layout, wrapper, inject).wait(job_s)
+    result.lost_bytes = None if wrapper.on_cpus else lost_per_recovery(memory.samples, job.events)
     fired = len(job.notices("fault_fired"))
     if fired < len(inject):
         result.found.append(f"{fired} of {len(inject)} kills were carried out")
@@ -120,21 +121,20 @@ def check(layout: Layout, directory: Path, gpus: int, job_s: float = JOB_S, *, f
     if layout not in AT_ONCE:
         return [result]
     at_once = (
-        all_at_once(layout, directory, reference, gpus, job_s, launcher=launcher, fake=fake)
-        for launcher in (False, True)
+        all_at_once(layout, directory, reference, wrapper, job_s, launcher=launcher) for launcher in (False, True)
     )
     return [result, *at_once]
 
 
 def all_at_once(
-    layout: Layout, directory: Path, reference: Job, gpus: int, job_s: float, *, launcher: bool, fake: bool
+    layout: Layout, directory: Path, reference: Job, wrapper: Wrapper, job_s: float, *, launcher: bool
 ) -> Result:
     """All ranks are killed at once, with or without the launcher: what the snapshot process holds is all there is."""
     began = time.monotonic()
     name = "everything" if launcher else "all ranks"
     result = Result(f"{layout.name}, {name} at once", layout.nproc, kills=layout.nproc + launcher)
     run_dir = directory / name.replace(" ", "-")
-    running = start(run_dir, layout, gpus, fake=fake)
+    running = start(run_dir, layout, wrapper)
     try:
         running.wait_for_step(STEPS // 3, job_s)
     except AssertionError as e:
@@ -144,7 +144,7 @@ def all_at_once(
         os.kill(pid, signal.SIGKILL)
     job = running.wait(job_s)
     if launcher:
-        job = start(run_dir, layout, gpus, (), "--resume", fake=fake).wait(job_s)
+        job = start(run_dir, layout, wrapper, (), "--resume").wait(job_s)
         if not job.gone_on_from_snapshots():
             result.found.append("the second launch has not gone on from the snapshots")
     compare(result, job, reference, launches=1 + launcher)
@@ -152,19 +152,46 @@ def all_at_once(
     return result
 
 
-def check_changed(name: str, directory: Path, gpus: int, job_s: float) -> Result:
+def check_changed(name: str, directory: Path, wrapper: Wrapper, job_s: float) -> Result:
     """A job that becomes smaller by a kill, and grows again, or goes on in another layout."""
     began = time.monotonic()
     directory.mkdir(parents=True)
     result = Result(name, gpu_elastic.RANKS, kills=1)
     try:
-        job, result.found = gpu_elastic.changed(name, directory, gpus, job_s)
+        job, result.found = gpu_elastic.changed(name, directory, wrapper, job_s)
     except AssertionError as e:
         result.found.append(str(e).splitlines()[0])
     else:
         take_times(result, job)
     result.seconds = time.monotonic() - began
     return result
+
+
+def check_scenario(name: str, directory: Path, wrapper: Wrapper, job_s: float) -> Result:
+    """What one of :mod:`tests.gpu_scenarios` shows."""
+    scenario = SCENARIOS[name]
+    began = time.monotonic()
+    result = Result(f"{name}: {scenario.what}", scenario.layout.nproc, kills=len(scenario.inject))
+    job, result.found = gpu_scenarios.run(scenario, directory, wrapper, job_s)
+    take_times(result, job)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def begin(job: RunningJob, job_s: float) -> str:
+    """It is told to end when all of its ranks have committed a step. Returns what is not as it should be, "" if
+    nothing."""
+    try:
+        job.wait_for("job_started", job_s)
+        job.wait_until_committed(1, job_s)
+    except AssertionError as e:
+        return f"it does not come to its second step: {str(e).splitlines()[0]}"
+    job.popen.send_signal(signal.SIGTERM)
+    try:
+        check_clean(job.wait(job_s))
+    except AssertionError as e:
+        return str(e).splitlines()[0]
+    return ""
 
 
 def compare(result: Result, job: Job, reference: Job, launches: int = 1) -> None:
@@ -248,46 +275,83 @@ def main() -> int:
     flags.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all by default; only with a GPU")
     flags.add_argument("--no-overhead", action="store_true", help="steps with and without recovery are not compared")
     flags.add_argument("--out", type=Path, default=Path("runs") / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}")
-    flags.add_argument("--minutes", type=float, default=12.0, help="nothing is begun after so long")
+    flags.add_argument("--minutes", type=float, default=12.0, help="what would not end by then is left out")
     flags.add_argument("--job-seconds", type=float, default=JOB_S, help="a job that takes longer counts as hung")
+    flags.add_argument("--plan", action="store_true", help="say what would be done, and for how long")
+    flags.add_argument("--begin", action="store_true", help="only begin each job, up to its second step")
     instead = flags.add_mutually_exclusive_group()
     instead.add_argument("--cpu", action="store_true", help="over gloo, to try this program")
     instead.add_argument("--fake", action="store_true", help="over the fake of NCCL, to try this program")
     args = flags.parse_args()
     gpus = 0 if args.cpu or args.fake else torch.cuda.device_count()
-    if not gpus and not (args.cpu or args.fake):
+    if not gpus and not (args.cpu or args.fake or args.plan):
         flags.error("there is no GPU here; --cpu and --fake try this program")
+    if args.plan:
+        print(plan(in_order(args, gpus or 1), 60 * args.minutes))
+        return 0
     args.out.mkdir(parents=True, exist_ok=False)
-    check_of = Check(args.out, gpus, args.job_seconds, fake=args.fake)
-    for name, run in in_order(check_of, args):
-        if time.monotonic() > check_of.began + 60 * args.minutes:
-            print(f"{name}: left out, the time is up", flush=True)
-            check_of.left_out.append(name)
-        else:
-            print(f"{name}: {run()}", flush=True)
+    check_of = Check(args.out, gpus, args.job_seconds, 60 * args.minutes, fake=args.fake)
+    for case in in_order(args, gpus):
+        print(f"{case.name}: {check_of.begin(case) if args.begin else check_of.run(case)}", flush=True)
         check_of.write()
     print(f"{args.out}/report.md")
     return 0 if check_of.good else 1
 
 
-def in_order(check_of: Check, args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:
-    """What there is to do, by name, what tells most first."""
+@dataclass(frozen=True)
+class Case:
+    """One thing to do. ``expected_s``: seconds that it takes with one GPU, as estimated from its launches and
+    recoveries."""
+
+    kind: Literal["part", "layout", "scenario", "cost", "changing"]
+    name: str
+    expected_s: float
+    ranks: int = 1
+    needs: str = ""
+
+    @property
+    def possible(self) -> bool:
+        """Whether the package that it needs is there."""
+        return not self.needs or installed(self.needs)
+
+
+LAUNCH_S, RECOVERY_S, PART_S, STEP_S = 15.0, 3.5, 6.0, 0.3
+"""Estimates for ranks that share one GPU: a launch up to its first step, a recovery (docs/gpu.md: medians of 1.6 to
+4.6 s), a part, and a step of a small model."""
+
+
+def in_order(args: argparse.Namespace, gpus: int) -> list[Case]:
+    """What there is to do, what tells most first."""
     first = [name for name in FIRST if name in args.layouts]
     elastic_first = [name for name in ELASTIC_FIRST if name in args.elastic]
-    for name in args.parts if check_of.gpus else ():
-        yield name, partial(check_of.part, name)
-    for name in first:
-        yield name, partial(check_of.layout, name)
-    for name in args.scenarios:
-        yield name, partial(check_of.scenario, name)
-    for ranks in () if args.no_overhead else overhead_ranks(check_of.gpus):
-        yield f"overhead, {ranks} ranks", partial(check_of.cost, ranks)
-    for name in elastic_first:
-        yield name, partial(check_of.changing, name)
-    for name in [name for name in args.layouts if name not in first]:
-        yield name, partial(check_of.layout, name)
-    for name in [name for name in args.elastic if name not in elastic_first]:
-        yield name, partial(check_of.changing, name)
+    cases = [Case("part", name, PART_S) for name in args.parts if gpus]
+    cases += [_layout(name) for name in first]
+    cases += [_scenario(name) for name in args.scenarios]
+    cases += [_cost(ranks) for ranks in (() if args.no_overhead else overhead_ranks(gpus))]
+    cases += [_changing(name) for name in elastic_first]
+    cases += [_layout(name) for name in args.layouts if name not in first]
+    return cases + [_changing(name) for name in args.elastic if name not in elastic_first]
+
+
+def _layout(name: str) -> Case:
+    layout = LAYOUTS[name]
+    launches = 2 + (3 if layout in AT_ONCE else 0)
+    seconds = launches * (LAUNCH_S + STEPS * STEP_S) + len(kills_of(layout)) * RECOVERY_S
+    return Case("layout", name, seconds, layout.nproc, NEEDS.get(layout.script, ""))
+
+
+def _scenario(name: str) -> Case:
+    scenario = SCENARIOS[name]
+    seconds = 2 * (LAUNCH_S + gpu_scenarios.STEPS * STEP_S) + len(scenario.victims) * RECOVERY_S
+    return Case("scenario", name, seconds, scenario.layout.nproc, scenario.needs)
+
+
+def _cost(ranks: int) -> Case:
+    return Case("cost", f"overhead, {ranks} ranks", 4 * (LAUNCH_S + 60 * STEP_S), ranks)
+
+
+def _changing(name: str) -> Case:
+    return Case("changing", name, 2 * LAUNCH_S + 60 * STEP_S + 4 * RECOVERY_S, 4, gpu_elastic.NEEDS.get(name, ""))
 
 
 def overhead_ranks(gpus: int) -> tuple[int, ...]:
@@ -295,18 +359,37 @@ def overhead_ranks(gpus: int) -> tuple[int, ...]:
     return tuple(ranks for ranks in (1, 2, 8) if ranks <= gpus) or (2,)
 
 
-class Check:
-    """What has been found so far, on ``gpus`` GPUs (0: over gloo, or with ``fake`` over the fake of NCCL)."""
+def plan(cases: Sequence[Case], budget_s: float) -> str:
+    """What fits into ``budget_s`` seconds, as far as estimates tell, and what does not."""
+    lines, spent = [], 0.0
+    for case in cases:
+        what = f"needs {case.needs}" if not case.possible else ""
+        if not what and spent + case.expected_s > budget_s:
+            what = "left out, the time would be up"
+        if not what:
+            spent += case.expected_s
+            what = f"{case.expected_s:3.0f} s"
+        lines.append(f"{case.name:28} {what}")
+    return "\n".join([*lines, f"{spent / 60:.1f} of {budget_s / 60:.1f} minutes"])
 
-    def __init__(self, out: Path, gpus: int, job_s: float, *, fake: bool = False) -> None:
-        self.began = time.monotonic()
+
+class Check:
+    """What has been found so far, on ``gpus`` GPUs (0: over gloo, or with ``fake`` over the fake of NCCL).
+
+    ``budget_s``: seconds for all of it. A case is left out that would take longer than what is left of them, as far as
+    its estimate tells, and how those before it have kept to theirs."""
+
+    def __init__(self, out: Path, gpus: int, job_s: float, budget_s: float, *, fake: bool = False) -> None:
         self.gpus = gpus
         self.left_out: list[str] = []
+        self._until = time.monotonic() + budget_s
+        self._expected_s = self._taken_s = 0.0
         self._out, self._job_s, self._fake = out, job_s, fake
         self._where = machine()
         self._results: list[Result] = []
         self._parts: list[PartResult] = []
         self._costs: list[Overhead | str] = []
+        self._begun: dict[str, str] = {}
         if fake:
             fake_nccl.build()
 
@@ -314,7 +397,8 @@ class Check:
     def good(self) -> bool:
         """Something was looked at, and all of it is as it should be."""
         bad = [r for r in self._results if r.found] or [p for p in self._parts if p.problem]
-        return bool(self._results or self._parts) and not bad and not any(isinstance(c, str) for c in self._costs)
+        bad_otherwise = any(isinstance(c, str) for c in self._costs) or any(self._begun.values())
+        return bool(self._results or self._parts or self._begun) and not bad and not bad_otherwise
 
     def write(self) -> None:
         """The report, of what there is now."""
@@ -323,48 +407,81 @@ class Check:
         found = {"machine": self._where, "parts": [asdict(p) for p in self._parts], "left_out": self.left_out}
         found["overhead"] = [asdict(c) if isinstance(c, Overhead) else c for c in self._costs]
         found["results"] = [asdict(r) for r in self._results]
+        found["begun"] = self._begun
         (self._out / "report.json").write_text(json.dumps(found))
 
-    def part(self, name: str) -> str:
-        self._parts.append(run_part(name))
-        return self._parts[-1].problem or str(self._parts[-1].found)
-
-    def layout(self, name: str) -> str:
-        layout = LAYOUTS[name]
-        package = NEEDS.get(layout.script)
-        if package is not None and not installed(package):
-            return f"left out, {package} is not installed"
-        return self._take(check(layout, self._out / name, self.gpus, self._job_s, fake=self._fake))
-
-    def scenario(self, name: str) -> str:
-        scenario = SCENARIOS[name]
-        if not scenario.possible:
-            return f"left out, {scenario.needs} is not installed"
+    def run(self, case: Case) -> str:
+        """Do it, and say in a line what came of it."""
+        if not case.possible:
+            return f"left out, {case.needs} is not installed"
+        expected_s = case.expected_s * max(self._taken_s, 1.0) / max(self._expected_s, 1.0)
+        if time.monotonic() + expected_s > self._until:
+            self.left_out.append(case.name)
+            return f"left out, it would take {expected_s:.0f} s, and the time would be up"
         began = time.monotonic()
-        layout = scenario.layout
-        result = Result(f"{name}: {scenario.what}", layout.nproc, kills=len(scenario.inject))
-        wrapper = FAKE_NCCL if self._fake else on_gpus(self.gpus, layout.nproc)
-        job, result.found = gpu_scenarios.run(scenario, self._out / name, wrapper, self._job_s)
-        take_times(result, job)
-        result.seconds = time.monotonic() - began
-        return self._take([result])
+        said = self._run(case)
+        self._taken_s += time.monotonic() - began
+        self._expected_s += case.expected_s
+        return said
 
-    def cost(self, ranks: int) -> str:
+    def begin(self, case: Case) -> str:
+        """Only begin it. A part needs a GPU, and is a separate program, which says so."""
+        if not case.possible:
+            return f"left out, {case.needs} is not installed"
+        if case.kind == "part":
+            return "begins with a GPU only"
+        began = time.monotonic()
+        directory = self._out / case.name.replace(", ", "-").replace(" ", "-")
+        directory.mkdir()
+        problem = begin(self._start(case, directory / "killed"), self._job_s)
+        self._begun[case.name] = problem
+        return problem or f"begins ({time.monotonic() - began:.0f} s)"
+
+    def _start(self, case: Case, run_dir: Path) -> RunningJob:
+        wrapper = self._wrapper(case)
+        if case.kind == "scenario":
+            return gpu_scenarios.start(SCENARIOS[case.name], run_dir, wrapper)
+        if case.kind == "changing":
+            return gpu_elastic.start(case.name, run_dir, wrapper)
+        if case.kind == "cost":
+            return gpu_costs.start(run_dir, case.ranks, self._model)
+        layout = LAYOUTS[case.name]
+        return start(run_dir, layout, wrapper, kills_of(layout))
+
+    def _run(self, case: Case) -> str:
+        directory = self._out / case.name
+        wrapper, job_s = self._wrapper(case), min(self._job_s, max(self._until - time.monotonic(), _LEAST_S))
+        if case.kind == "part":
+            self._parts.append(run_part(case.name))
+            return self._parts[-1].problem or str(self._parts[-1].found)
+        if case.kind == "cost":
+            return self._cost(case.ranks)
+        if case.kind == "layout":
+            results = check(LAYOUTS[case.name], directory, wrapper, job_s)
+        elif case.kind == "scenario":
+            results = [check_scenario(case.name, directory, wrapper, job_s)]
+        else:
+            results = [check_changed(case.name, directory, wrapper, job_s)]
+        self._results += results
+        return "; ".join(map(verdict, results))
+
+    def _wrapper(self, case: Case) -> Wrapper:
+        return FAKE_NCCL if self._fake else on_gpus(self.gpus, case.ranks)
+
+    @property
+    def _model(self) -> list[str]:
+        return REAL if self.gpus else SMALL[:5]
+
+    def _cost(self, ranks: int) -> str:
         try:
-            self._costs.append(overhead(self._out / f"overhead{ranks}", ranks, REAL if self.gpus else SMALL[:5]))
+            self._costs.append(gpu_costs.overhead(self._out / f"overhead{ranks}", ranks, self._model))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             self._costs.append(f"{ranks} ranks: {error}")
         return str(self._costs[-1])
 
-    def changing(self, name: str) -> str:
-        needed = gpu_elastic.NEEDS.get(name)
-        if needed is not None and not installed(needed):
-            return f"left out, {needed} is not installed"
-        return self._take([check_changed(name, self._out / name, self.gpus, self._job_s)])
 
-    def _take(self, results: list[Result]) -> str:
-        self._results += results
-        return "; ".join(map(verdict, results))
+_LEAST_S = 60.0
+"""A job that was begun has at least so long."""
 
 
 def verdict(result: Result) -> str:

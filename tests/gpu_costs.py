@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.jobs import DDP, GPT, ROOT, Layout, run_job
+from tests.support.jobs import DDP, GPT, ROOT, Layout, RunningJob
 
 Sample = tuple[float, int]
 """Seconds since the epoch, and bytes of all GPUs that are taken."""
@@ -99,7 +99,7 @@ def overhead(
 ) -> Overhead:
     """Turn by turn. ``model``: flags of the example at ``path`` that say its size. Raises RuntimeError if a run has
     failed."""
-    script, flags, config = str(path), [*model, "--steps", str(_STEPS)], {"barrier": barrier}
+    script, flags = str(path), _flags(model)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     seen: dict[str, list[float]] = {"off": [], "on": []}
     for turn in range(_ROUNDS):
@@ -107,13 +107,23 @@ def overhead(
         if done.returncode:
             raise RuntimeError(f"torchrun has ended with {done.returncode}: {done.stderr[-500:]}")
         seen["off"] += rates(done.stdout)
-        layout = Layout("overhead", DDP.script, nproc=ranks)
-        run = directory / f"{path.stem}-{barrier}{turn}"
-        job = run_job(run, layout, timeout_s=_RUN_S, standby=0, script=path, flags=flags, config=config)
+        job = start(directory / f"{path.stem}-{barrier}{turn}", ranks, model, path, barrier).wait(_RUN_S)
         if job.code:
             raise RuntimeError(f"the job has ended with {job.code}: {job.output[-500:]}")
         seen["on"] += rates(job.output)
     return Overhead(ranks, statistics.median(seen["off"]), statistics.median(seen["on"]))
+
+
+def start(
+    run_dir: Path, ranks: int, model: Sequence[str], path: Path = GPT / DDP.script, barrier: str = "host"
+) -> RunningJob:
+    """The job under ours."""
+    layout, config = Layout("overhead", DDP.script, nproc=ranks), {"barrier": barrier}
+    return RunningJob(run_dir, layout, standby=0, script=path, flags=_flags(model), config=config)
+
+
+def _flags(model: Sequence[str]) -> list[str]:
+    return [*model, "--steps", str(_STEPS)]
 
 
 def rates(output: str) -> list[float]:

@@ -103,10 +103,10 @@ SCENARIOS = {
 def run(scenario: Scenario, directory: Path, wrapper: Wrapper, job_s: float) -> tuple[Job, list[str]]:
     """The job, and what is not as it should be."""
     directory.mkdir(parents=True)
-    reference = _start(scenario, directory / "reference", wrapper, faults=False).wait(job_s)
+    reference = start(scenario, directory / "reference", wrapper, faults=False).wait(job_s)
     if reference.code != 0:
         return reference, [f"the undisturbed job has ended with code {reference.code}: {directory}/reference.out"]
-    job = _start(scenario, directory / "killed", wrapper, faults=True).wait(job_s)
+    job = start(scenario, directory / "killed", wrapper).wait(job_s)
     found = differences(job, reference, Printed.STEPS, 0, 1)
     if (fired := len(job.notices("fault_fired"))) < len(scenario.inject):
         found.append(f"{fired} of {len(scenario.inject)} faults were carried out")
@@ -116,7 +116,8 @@ def run(scenario: Scenario, directory: Path, wrapper: Wrapper, job_s: float) -> 
     return job, found
 
 
-def _start(scenario: Scenario, run_dir: Path, wrapper: Wrapper, *, faults: bool) -> RunningJob:
+def start(scenario: Scenario, run_dir: Path, wrapper: Wrapper, *, faults: bool = True) -> RunningJob:
+    """Its job, or without ``faults`` the one that it is compared with."""
     layout = scenario.layout
     return RunningJob(
         run_dir,

@@ -14,47 +14,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import gpu_check
 from tests.support import fake_nccl
 from tests.support import megatron as mg
-from tests.support.faults import in_every_phase
-from tests.support.jobs import DDP, FSDP, GPT, SMALL, Job, Layout, References, RunningJob, check_same, run_job
+from tests.support.jobs import DDP, FSDP, Job, Layout, RunningJob, check_same
+from tests.support.nccl_jobs import NEEDS, killed_in_every_phase, options, references, run
 from tests.support.soak import SEED
 from tests.support.soak import kills as scaled
-from tests.support.wrappers import FAKE_NCCL
 
 UNHURRIED = replace(DDP, name="unhurried", flags=("--step-time=30",))
-NEEDS = {"train_deepspeed.py": pytest.mark.deepspeed, "pretrain_gpt.py": pytest.mark.megatron}
-
 pytestmark = pytest.mark.timeout(500)  # some ten cold starts of a process on two cores
-
-
-def _options(layout: Layout, steps: int, env: dict[str, str]) -> dict[str, Any]:
-    flags = [*SMALL, "--steps", str(steps), *layout.flags]
-    megatron = mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else {}  # the others need not have it
-    env = FAKE_NCCL.environment(GPT / layout.script, {**megatron, **env})
-    return {"script": FAKE_NCCL.script, "flags": flags, "env": env}
-
-
-def _run(
-    directory: Path,
-    layout: Layout,
-    steps: int = gpu_check.STEPS,
-    env: dict[str, str] | None = None,
-    limit_s: float = 400,
-    **more: Any,
-) -> Job:
-    return run_job(directory, layout, timeout_s=limit_s, **_options(layout, steps, env or {}), **more)
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
-    fake_nccl.build()
-    return References(lambda: tmp_path_factory.mktemp("reference"), lambda path, layout: _run(path, layout, standby=0))
+    return references(tmp_path_factory)
 
 
 def _cases() -> list[object]:
@@ -70,9 +47,8 @@ def _cases() -> list[object]:
 
 @pytest.mark.parametrize("layout", _cases())
 def test_a_kill_in_every_phase(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    phases = gpu_check.phases_of(layout)
-    inject = in_every_phase(phases, (0, layout.nproc // 2, layout.nproc - 1), 0, "sigkill")
-    job = _run(tmp_path / "run", layout, inject=inject, standby=1)
+    inject = killed_in_every_phase(layout)
+    job = run(tmp_path / "run", layout, inject=inject, standby=1)
     assert len(job.notices("fault_fired")) == len(inject), "every kill was carried out"
     check_same(job, reference(layout))
 
@@ -82,11 +58,11 @@ def test_a_kill_in_every_phase(layout: Layout, tmp_path: Path, reference: Callab
 def test_a_kill_in_every_phase_of_the_newer_backend(layout: Layout, tmp_path: Path) -> None:
     """ProcessGroupNCCL2, torch 2.15's ``nccl``."""
     newer = {fake_nccl.KIND: "nccl2"}
-    inject = in_every_phase(gpu_check.phases_of(layout), (0, layout.nproc // 2, layout.nproc - 1), 0, "sigkill")
-    job = _run(tmp_path / "run", layout, inject=inject, standby=1, env=newer)
+    inject = killed_in_every_phase(layout)
+    job = run(tmp_path / "run", layout, inject=inject, standby=1, env=newer)
     assert len(job.notices("fault_fired")) == len(inject), "every kill was carried out"
     assert "nccl2" in {one["name"] for one in job.of("job_started")[0]["backends"]}
-    check_same(job, _run(tmp_path / "reference", layout, standby=0, env=newer))
+    check_same(job, run(tmp_path / "reference", layout, standby=0, env=newer))
 
 
 @pytest.mark.parametrize("kind", ["nccl-legacy", pytest.param("nccl2", marks=pytest.mark.grid)])
@@ -97,7 +73,7 @@ def test_the_time_of_an_abort_is_hidden_behind_the_new_communicators(
     before all of its aborts have returned."""
     slow = {fake_nccl.KIND: kind, "FAKE_NCCL_ABORT_MS": "4000"}
     inject = ["rank=1,fault=sigkill,at=backward,step=3", "rank=2,fault=sigkill,at=forward,step=5"]
-    job = _run(tmp_path / "run", DDP, inject=inject, standby=1, env=slow)
+    job = run(tmp_path / "run", DDP, inject=inject, standby=1, env=slow)
     recoveries = job.of("recovery_finished")
     assert len(recoveries) == 2, job.explain()
     for recovery in recoveries:
@@ -108,7 +84,7 @@ def test_the_time_of_an_abort_is_hidden_behind_the_new_communicators(
 def test_connections_break_and_nobody_has_died(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """With gloo a rank raises. Of NCCL it has to be asked: otherwise all wait for ``timeouts.hang``."""
     config = {"timeouts": {"peer_error_wait_s": 1.0}}
-    job = _run(tmp_path / "run", DDP, standby=1, env={"FAKE_NCCL_BREAK": "1:5"}, config=config)
+    job = run(tmp_path / "run", DDP, standby=1, env={"FAKE_NCCL_BREAK": "1:5"}, config=config)
     check_same(job, reference(DDP))
     failures = [event for event in job.of("failure_detected") if "NCCL reports an error" in event["evidence"]]
     assert failures, job.explain()
@@ -120,7 +96,7 @@ def test_a_kernel_fails_and_the_process_can_never_use_its_device_again(
     tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
     """It ends by that error, and is replaced like one that has died."""
-    job = _run(tmp_path / "run", DDP, standby=1, env={"FAKE_NCCL_STICKY": "1:5"})
+    job = run(tmp_path / "run", DDP, standby=1, env={"FAKE_NCCL_STICKY": "1:5"})
     check_same(job, reference(DDP))
     (failure,) = job.of("failure_detected")
     assert failure["rank"] == 1 and "illegal memory access" in json.dumps(failure), failure
@@ -156,7 +132,7 @@ def test_survivors_lose_their_devices_within_the_recovery(
     """At the first call to the device after that moment of the recovery. Each is replaced, and no limit counts it."""
     inject = ["rank=1,fault=sigkill,at=backward,step=3", *(LOSES.format(rank, phase) for rank in victims)]
     config = {"max_failures_per_step": 1, "max_kills_per_step": 2}
-    job = _run(tmp_path / "run", layout, inject=inject, standby=1, config=config)
+    job = run(tmp_path / "run", layout, inject=inject, standby=1, config=config)
     check_same(job, reference(layout))
     _taken_along(job, {1, *victims})
 
@@ -169,7 +145,7 @@ def test_a_death_takes_its_nvlink_domain_along(
     layout: Layout, phase: str, tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
     """Two domains of two GPUs each. The peer's memory has gone away under the kernels of the other one."""
-    job = _run(
+    job = run(
         tmp_path / "run",
         layout,
         inject=[f"rank=1,fault=sigkill,at={phase},step=3"],
@@ -185,7 +161,7 @@ def test_all_replicas_go_with_their_nvlink_domain_and_a_label_has_snapshots_kept
     tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
     """DDP on one node whose GPUs are joined: no process is left that has anything."""
-    job = _run(
+    job = run(
         tmp_path / "run",
         DDP,
         inject=["rank=1,fault=sigkill,at=backward,step=3"],
@@ -216,11 +192,11 @@ def test_a_living_rank_is_killed_when_all_of_its_domain_have_aborted(fault: str,
     """Otherwise the others would be lost with it."""
     config = {"timeouts": {"hang_step_s": 4.0}}
     inject = [f"rank=1,fault={fault},at={phase},step=3"]
-    job = _run(tmp_path / "run", FSDP, inject=inject, standby=1, env=_one_domain(tmp_path), config=config)
+    job = run(tmp_path / "run", FSDP, inject=inject, standby=1, env=_one_domain(tmp_path), config=config)
     (recovery,) = job.of("recovery_finished")
     assert recovery["victims"] == [1], job.explain()
     _let_go_first(tmp_path)
-    check_same(job, _run(tmp_path / "reference", FSDP, standby=0))
+    check_same(job, run(tmp_path / "reference", FSDP, standby=0))
 
 
 @pytest.mark.grid
@@ -231,18 +207,18 @@ def test_a_rank_whose_kernel_never_ends_is_told_from_those_that_wait_for_it(
 ) -> None:
     """All ranks have launched the same, so what the hosts say does not tell."""
     env = {**_one_domain(tmp_path), fake_nccl.KIND: kind, "FAKE_NCCL_KERNEL": "2:3"}
-    job = _run(tmp_path / "run", layout, standby=1, env=env, config={"timeouts": {"hang_step_s": 4.0}})
+    job = run(tmp_path / "run", layout, standby=1, env=env, config={"timeouts": {"hang_step_s": 4.0}})
     (failure,) = job.of("failure_detected")
     assert (failure["rank"], failure["kind"]) == (2, "hang"), job.explain()
     assert "its device does not come to" in failure["evidence"]
-    check_same(job, _run(tmp_path / "reference", layout, standby=0))
+    check_same(job, run(tmp_path / "reference", layout, standby=0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.grid)])
 def test_a_job_that_is_told_to_end_lets_go_before_it_kills(number: int, tmp_path: Path) -> None:
     fake_nccl.build()
     slow = replace(FSDP, flags=("--step-time=30",))
-    job = RunningJob(tmp_path / "run", FSDP, standby=0, **_options(slow, 400, _one_domain(tmp_path)))
+    job = RunningJob(tmp_path / "run", FSDP, standby=0, **options(slow, 400, _one_domain(tmp_path)))
     job.wait_for_step(3)
     ranks = job.ranks()
     job.popen.send_signal(number)
@@ -261,7 +237,7 @@ def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: 
     inject = ["rank=1,fault=sigkill,at=backward,step=3", "rank=1,fault=corrupt,at=recovery:restoring"]
     # Half a second later: the first recovery is over when the controller hears of a step that all have committed.
     inject += ["rank=2,fault=sigkill,at=optimizer,step=18"]
-    job = _run(tmp_path / "run", UNHURRIED, inject=inject, standby=1)
+    job = run(tmp_path / "run", UNHURRIED, inject=inject, standby=1)
     check_same(job, reference(UNHURRIED))
     recoveries = job.of("recovery_finished")
     assert len(recoveries) == 2, job.explain()
@@ -316,9 +292,9 @@ def test_kills_at_random_moments(layout: Layout, kills: int, at_once: int, tmp_p
     kills = scaled(kills)
     slow = replace(layout, flags=(*layout.flags, "--step-time", "100"))
     steps = kills * 15 + 400  # of which many go by until all standbys are there
-    reference = _run(tmp_path / "reference", slow, steps, limit_s=300 + steps)
+    reference = run(tmp_path / "reference", slow, steps, limit_s=300 + steps)
     config = {"max_failures_per_step": 1000}
-    job = RunningJob(tmp_path / "run", layout, standby=2, config=config, **_options(slow, steps, {}))
+    job = RunningJob(tmp_path / "run", layout, standby=2, config=config, **options(slow, steps, {}))
     job.wait_for("standby_ready", 300, 2)
     _kill_at_random_moments(job, kills, at_once)
     assert job.newest_step() < steps, "the job was over before the last kill"

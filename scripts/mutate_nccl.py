@@ -63,6 +63,8 @@ HOLD = f"{CORE}/groups/native/stream_hold.h"
 
 TRANSFER, LANES = f"{CORE}/worker/transfer/transfer.py", f"{CORE}/worker/transfer/device_lanes.py"
 DIGEST = f"{CORE}/state/digest.py"
+DEVICE_PACE, DDP_ADAPTER = f"{CORE}/groups/native/device_pace.h", f"{CORE}/torch_native/ddp.py"
+GATE, SLOW_DEVICES = f"{CORE}/worker/control/gate.py", "tests/conformance/test_slow_devices.py"
 
 FAKE = "tests/integration/groups/test_nccl.py"
 HELD_BACK = "tests/integration/worker/test_device_barrier.py"
@@ -1295,6 +1297,62 @@ ROWS = (
             ),
         ),
         without="that an event of a stream tells this on a GPU needs one",
+    ),
+    Row(
+        32,
+        "a slow device is told from those that wait for it, by events",
+        (
+            _out(
+                "32-synchronous-operations-are-not-seen",
+                NATIVE,
+                "      if (work || section_.openHere()) synchronous.none();\n",
+                "      synchronous.none();\n",
+                f"{FAKE}::test_a_slow_device_is_told_from_one_that_waits_for_it",
+            ),
+            _out(
+                "32-waits-for-a-work-are-not-seen",
+                WORK,
+                "    const DevicePace::Wait waits;\n    try {\n",
+                "    try {\n",
+                f"{FAKE}::test_a_slow_device_is_told_from_one_that_waits_for_it",
+            ),
+            _out(
+                "32-futures-do-not-matter",
+                WORK,
+                "    DevicePace::instance().futureTaken();\n",
+                "",
+                f"{FAKE}::test_a_step_with_a_wait_that_is_not_seen_says_nothing",
+            ),
+            _out(
+                "32-the-stream-does-not-matter",
+                DEVICE_PACE,
+                "if (made && made->sameStream(*now_->begin)) return made;",
+                "return made;",
+                f"{FAKE}::test_a_step_with_a_wait_that_is_not_seen_says_nothing",
+            ),
+            _out(
+                "32-what-has-not-come-is-asked",
+                DEVICE_PACE,
+                "if (past_->end->come()) return",
+                "return",
+                f"{FAKE}::test_events_that_have_not_come_say_nothing_and_are_not_waited_for",
+            ),
+            _out(
+                "32-ddps-wait-is-not-seen",
+                DDP_ADAPTER,
+                "        if groups.device_measures():\n",
+                "        if False:\n",
+                f"{SLOW_DEVICES}::test_a_rank_whose_device_is_slow_is_named_and_those_that_wait_for_it_are_not",
+            ),
+            _out(
+                "32-the-hosts-clock-tells",
+                GATE,
+                "underway_ns(), device_own_ns())",
+                "underway_ns())",
+                f"{SLOW_DEVICES}::test_a_rank_whose_device_is_slow_is_named_and_those_that_wait_for_it_are_not",
+            ),
+        ),
+        without="what the events cost on a GPU, and that their times tell this there, needs one",
     ),
 )
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)

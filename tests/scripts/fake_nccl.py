@@ -5,6 +5,7 @@ Or ``fake_nccl.py ARGUMENTS`` with the script in ``FAKE_NCCL_SCRIPT``.
 ``FAKE_NCCL_BREAK=RANK:STEP``: after that optimizer step of the rank's first process its connections break.
 ``FAKE_NCCL_STICKY=RANK:STEP``: there a kernel fails, and with it every later call of the process to the device.
 ``FAKE_NCCL_KERNEL=RANK:STEP``: there a kernel is launched that never ends.
+``FAKE_NCCL_DEVICE_MS=RANK:MILLISECONDS[:STEPS],...``: so long the rank's device computes in each of its (first) steps.
 ``FAKE_NCCL_NVLINK=RANKS:DIRECTORY``: that many ranks after each other have GPUs that are joined by NVLink.
 """
 
@@ -14,7 +15,7 @@ import itertools
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,21 @@ def _in_time(variable: str, strike: Callable[[], None]) -> None:
     register_optimizer_step_post_hook(stepped)
 
 
+def _compute(module: Any) -> None:
+    """The host does not wait for what the device computes."""
+    for text in filter(None, os.environ.get("FAKE_NCCL_DEVICE_MS", "").split(",")):
+        rank, milliseconds, *most = text.split(":")
+        if rank != os.environ["RANK"]:
+            continue
+        left = itertools.count(int(most[0]) if most else sys.maxsize, -1)
+
+        def stepped(*_: Any, seconds: float = float(milliseconds) / 1e3, left: Iterator[int] = left) -> None:
+            if next(left) > 0:
+                module.launch_kernel(seconds)
+
+        register_optimizer_step_post_hook(stepped)
+
+
 def _join_domain() -> None:
     """Tell the others of the domain which process this rank has; the fake looks for those that have ended."""
     ranks, _, directory = os.environ.get("FAKE_NCCL_NVLINK", "").partition(":")
@@ -58,6 +74,7 @@ def main() -> None:
     _in_time("FAKE_NCCL_BREAK", module.break_network)
     _in_time("FAKE_NCCL_STICKY", module.fail_kernels)
     _in_time("FAKE_NCCL_KERNEL", lambda: module.launch_kernel(-1.0))
+    _compute(module)
     init = dist.init_process_group
 
     @wraps(init)

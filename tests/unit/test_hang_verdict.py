@@ -437,3 +437,16 @@ def test_own_work_is_what_is_left_of_a_step_without_collectives() -> None:
     assert pace.least_ns == 30 and pace.own_ns > 100, "one slow step is none in a row"
     pace.restart()
     assert (pace.own_ns, pace.least_ns) == (0, 0)
+
+
+def test_where_the_devices_clock_tells_the_hosts_is_not_asked() -> None:
+    pace = WorkerPace()
+    pace.committed(0, 0)  # the first operation of NCCL is yet to come
+    pace.committed(1000, 0)
+    for _ in range(STEPS):
+        assert pace.least_ns == 0, "what the host's clock has told is forgotten"
+        pace.committed(2000, 0, 0)
+        pace.committed(3000, 0, 30)
+    assert (pace.own_ns, pace.least_ns) == (30, 30)
+    pace.committed(4000, 0, 0)
+    assert (pace.own_ns, pace.least_ns) == (30, 30), "a step that was not measured"

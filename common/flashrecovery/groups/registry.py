@@ -348,6 +348,38 @@ def underway_ns() -> int:
     return 0 if module is None else int(module.underway_ns())
 
 
+def device_own_ns() -> int | None:
+    """A step has been committed. The device's own work, in nanoseconds, in one before it that was measured; 0: nothing
+    new is known. None: the script does not use NCCL, so that the host's clock tells (:func:`underway_ns`)."""
+    module = native_build.loaded()
+    own_ns = -1 if module is None else int(module.device_committed())
+    return None if own_ns < 0 else own_ns
+
+
+def device_restart() -> None:
+    """What comes next is no step like the others: what is being measured of it says nothing."""
+    module = native_build.loaded()
+    if module is not None:
+        module.device_restart()
+
+
+def device_measures() -> bool:
+    """Whether the step under way is measured. Then :func:`backward_ended` and :func:`gradients_whole` have to stand
+    around what makes the stream wait for futures."""
+    module = native_build.loaded()
+    return module is not None and bool(module.device_measures())
+
+
+def backward_ended() -> None:
+    """What follows on the current stream waits for futures of operations. See :func:`device_measures`."""
+    native().backward_ended()
+
+
+def gradients_whole() -> None:
+    """That is over."""
+    native().gradients_whole()
+
+
 def reported_errors() -> list[str]:
     """Names of the groups of which NCCL reports an asynchronous error, such as a connection that has broken.
 

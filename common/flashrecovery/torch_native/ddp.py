@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from flashrecovery import groups
 from flashrecovery.adapter import ParamRecord, TorchAdapter, constant, replicated, unsynchronised, world_size
 from flashrecovery.adapter.elastic import ElasticAdapter, group_of
 from flashrecovery.errors import UnsupportedError
@@ -67,9 +68,14 @@ class DDPAdapter(TorchAdapter, ElasticAdapter):
 
     def _backward_starts(self, grad: torch.Tensor) -> None:
         super()._backward_starts(grad)
-        if self._layout is None and self.ddp.require_backward_grad_sync:
-            engine = torch.autograd.Variable._execution_engine
-            # Queued twice, so that it runs after the finalisation that DDP queues at its last gradient.
+        if not self.ddp.require_backward_grad_sync:
+            return
+        engine = torch.autograd.Variable._execution_engine
+        # What is queued twice runs after the finalisation that DDP queues at its last gradient. That waits for futures.
+        if groups.device_measures():
+            engine.queue_callback(groups.backward_ended)
+            engine.queue_callback(lambda: engine.queue_callback(groups.gradients_whole))
+        if self._layout is None:
             engine.queue_callback(lambda: engine.queue_callback(self._gradients_ready))
 
     def _gradients_ready(self) -> None:

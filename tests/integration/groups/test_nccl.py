@@ -553,3 +553,101 @@ def test_what_a_device_has_not_come_to_is_only_launched() -> None:
         assert world.progress.collectives == before.collectives + 2
 
     run_ranks(2, body)
+
+
+# -- 32: how long a device computes in a step, and how long it waits ---------------------------------
+
+
+def _own_s(step: Callable[[], object]) -> float:
+    """Own work of the device in a step, in seconds; 0: nothing is said of it."""
+    module = native_build.native()
+    assert module.device_committed() == 0 and module.device_measures()
+    step()
+    assert module.device_committed() == 0 and not module.device_measures()
+    own_ns = module.device_committed()
+    while own_ns == 0 and not module.device_measures():  # its events have yet to come, or there are none
+        time.sleep(0.01)
+        own_ns = module.device_committed()
+    module.device_restart()
+    return float(own_ns) / 1e9
+
+
+def _of_a_future() -> None:
+    dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
+
+
+def _at_the_end_of_backward() -> None:
+    """As DDP waits."""
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    groups.backward_ended()
+    work.get_future().wait()
+    groups.gradients_whole()
+
+
+def _in_a_section() -> None:
+    with _section():
+        dist.all_reduce(torch.ones(3))
+
+
+def _on_another_stream(module: Any) -> None:
+    with fake_nccl.FakeStream(module).current():
+        dist.all_reduce(torch.ones(3))
+    module.synchronize()
+
+
+def test_a_slow_device_is_told_from_one_that_waits_for_it() -> None:
+    """Rank 0 has a kernel of 0.6 s in each step, and no host waits for it. What holds up the other one is known."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        module, _ = _start(rank, size, store)
+        assert groups.device_own_ns() is None, "no NCCL has been used"
+        _sum(rank, size)
+        waits: tuple[Callable[[], object], ...] = (
+            lambda: dist.all_reduce(torch.ones(3)),
+            lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+            _in_a_section,
+            _at_the_end_of_backward,
+        )
+        for number, wait in enumerate(waits):
+            _together(store, f"step {number}", rank, size)
+
+            def step(wait: Callable[[], object] = wait) -> None:
+                if rank == 0:
+                    module.launch_kernel(0.6)
+                wait()
+                module.catch_up()
+
+            own_s = _own_s(step)
+            assert (own_s > 0.55) if rank == 0 else (0 < own_s < 0.3), (number, own_s)
+
+    run_ranks(2, body)
+
+
+def test_a_step_with_a_wait_that_is_not_seen_says_nothing() -> None:
+    """A future of the script's, and another stream than that which computes."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        module, _ = _start(rank, size, store)
+        _sum(rank, size)
+        assert _own_s(_of_a_future) == 0
+        assert _own_s(lambda: _on_another_stream(module)) == 0
+        assert _own_s(lambda: time.sleep(0.05)) >= 0.05
+
+    run_ranks(2, body)
+
+
+def test_events_that_have_not_come_say_nothing_and_are_not_waited_for() -> None:
+    def body(rank: int, size: int, store: Any) -> None:
+        module, _ = _start(rank, size, store)
+        _sum(rank, size)
+        native = native_build.native()
+        assert native.device_committed() == 0
+        module.launch_kernel(0.5)
+        assert [native.device_committed() for _ in range(20)] == [0] * 20 and not native.device_measures()
+        module.synchronize()
+        assert native.device_committed() / 1e9 > 0.45
+        assert native.device_committed() == 0 and native.device_measures(), "the next one"
+        groups.device_restart()
+        assert not native.device_measures()
+
+    run_ranks(2, body)

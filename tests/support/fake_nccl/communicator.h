@@ -118,7 +118,9 @@ inline std::chrono::milliseconds transferTime() { return std::chrono::millisecon
 // A kernel of the script's own on the current stream. What is launched later waits for it, and the host does not.
 class Kernel {
  public:
+  using Clock = std::chrono::steady_clock;
   bool done() const { return Clock::now() >= end_; }
+  Clock::time_point end() const { return end_; }
   void wait() const {
     while (!done()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -137,7 +139,6 @@ class Kernel {
   static void waitForAll() {
     if (const auto kernel = newest()) kernel->wait();
   }
-  using Clock = std::chrono::steady_clock;
   explicit Kernel(Clock::time_point end) : end_(end) {}
 
  private:
@@ -194,6 +195,7 @@ class Launch {
     std::vector<std::function<void()>> told;
     {
       std::lock_guard<std::mutex> guard(mutex_);
+      ended_ = Kernel::Clock::now();
       done_ = true;
       told.swap(listeners_);
     }
@@ -216,6 +218,7 @@ class Launch {
     changed_.wait(lock, [this] { return done_.load(); });
   }
   bool done() const { return done_; }
+  Kernel::Clock::time_point ended() const { return ended_; }  // of one that is done
   bool torn() const { return torn_; }
   bool transferring() const { return transferring_; }
 
@@ -239,6 +242,7 @@ class Launch {
   std::vector<Operation> operations_;
   const KernelPtr before_;
   std::vector<std::function<void()>> listeners_;
+  Kernel::Clock::time_point ended_;
   std::atomic<bool> done_{false}, torn_{false}, transferring_{false};
 };
 using LaunchPtr = std::shared_ptr<Launch>;

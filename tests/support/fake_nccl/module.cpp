@@ -104,12 +104,27 @@ struct CurrentStream {
 
 // A place on the current stream: behind what the host has run ahead of, and behind the script's kernels.
 struct FakeMark final : flashrecovery::DeviceMark {
+  using Clock = Kernel::Clock;
   bool come() override {
     return (!kernel || kernel->done()) &&
            std::all_of(behind.begin(), behind.end(), [](const auto& launch) { return launch->done(); });
   }
+  bool sameStream(const DeviceMark& other) const override { return stream == of(other).stream; }
+  double secondsTo(const DeviceMark& later) const override {
+    return std::chrono::duration<double>(of(later).at() - at()).count();
+  }
+  // When the device has come there.
+  Clock::time_point at() const {
+    auto latest = recorded;
+    if (kernel) latest = std::max(latest, kernel->end());
+    for (const auto& launch : behind) latest = std::max(latest, launch->ended());
+    return latest;
+  }
+  static const FakeMark& of(const DeviceMark& mark) { return dynamic_cast<const FakeMark&>(mark); }
+  const Clock::time_point recorded = Clock::now();
   const std::vector<LaunchPtr> behind = CurrentStream::mine();
   const KernelPtr kernel = Kernel::newest();
+  const std::shared_ptr<Stream> stream = Stream::current();
 };
 
 // The Work of ProcessGroupNCCL orders streams (WorkNCCL::synchronizeStream); it never throws because of an abort. The
@@ -480,7 +495,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const auto& communicator : Device::instance().all()) communicator->breakNetwork();
   });
   m.def("marks", [] {
-    static const flashrecovery::DeviceMarks::Make make = [](c10::DeviceType) { return std::make_unique<FakeMark>(); };
+    static const flashrecovery::DeviceMarks::Make make = [](c10::DeviceType, bool) { return std::make_unique<FakeMark>(); };
     return reinterpret_cast<uintptr_t>(&make);
   });
   m.def("launch_kernel", &Kernel::launch);

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "device_course.h"
+#include "device_pace.h"
 #include "ending.h"
 #include "graveyard.h"
 #include "inside.h"
@@ -360,6 +361,7 @@ class ManagedBase : public Backend {
       });
     enlist(record);
     if (kind_ == "nccl" && type != OpType::COALESCED) course_.launches({name, ordinal, type == OpType::SEND}, device);
+    if (kind_ == "nccl" && !own() && getSize() > 1) DevicePace::instance().used(accelerator());
     return finish(type, record, call, inner, here);
   }
 
@@ -424,7 +426,9 @@ class ManagedBase : public Backend {
     WorkPtr work;
     try {
       if (type == OpType::COALESCED) section_.ended();  // before the call: an abort need not wait for its launch
+      DevicePace::Wait synchronous;
       work = call(*inner);
+      if (work || section_.openHere()) synchronous.none();
       here.reset();  // what follows may read the outputs, and so wait for the device
     } catch (const c10::Error&) {
       record->settle();

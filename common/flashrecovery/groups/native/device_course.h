@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -22,12 +23,14 @@ namespace flashrecovery {
 struct DeviceMark {
   virtual ~DeviceMark() = default;
   virtual bool come() = 0;  // the device has come to it; any thread may ask
+  virtual bool sameStream(const DeviceMark& other) const = 0;
+  virtual double secondsTo(const DeviceMark& later) const = 0;  // of timed marks to which the device has come
 };
 
 // Makes marks on the calling thread's current stream; null where there is no device, and where the stream captures what
-// is queued. Exchanged by tests only.
+// is queued. `timed`: the device takes the time when it comes there. Exchanged by tests only.
 struct DeviceMarks {
-  using Make = std::function<std::unique_ptr<DeviceMark>(c10::DeviceType)>;
+  using Make = std::function<std::unique_ptr<DeviceMark>(c10::DeviceType, bool timed)>;
   static Make& make() {
     static auto* make = new Make(&onDevice);
     return *make;
@@ -36,39 +39,50 @@ struct DeviceMarks {
  private:
   // Events are used again: to make one costs more than to record it.
   struct OfDevice final : DeviceMark {
-    explicit OfDevice(const c10::Stream& stream) : event(take(stream.device_type())) { event.record(stream); }
+    OfDevice(const c10::Stream& where, bool timed) : stream(where), event(take(where.device_type(), flagOf(timed))) {
+      event.record(stream);
+    }
     ~OfDevice() override {
       const std::lock_guard<std::mutex> guard(mutex());
-      if (free().size() < kKept) free().push_back(std::move(event));
+      auto& kept = free(event.flag());
+      if (kept.size() < kKept) kept.push_back(std::move(event));
     }
     bool come() override { return event.query(); }
+    bool sameStream(const DeviceMark& other) const override { return stream == of(other).stream; }
+    double secondsTo(const DeviceMark& later) const override { return event.elapsedTime(of(later).event) / 1e3; }
+    const c10::Stream stream;
     c10::Event event;
 
    private:
     static constexpr size_t kKept = 256;
+    static const OfDevice& of(const DeviceMark& mark) { return dynamic_cast<const OfDevice&>(mark); }
+    static c10::EventFlag flagOf(bool timed) {
+      return timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+    }
     static std::mutex& mutex() {
       static auto* mutex = new std::mutex;  // never freed: marks outlive static objects
       return *mutex;
     }
-    static std::vector<c10::Event>& free() {
-      static auto* events = new std::vector<c10::Event>;
-      return *events;
+    static std::vector<c10::Event>& free(c10::EventFlag flag) {
+      static auto* events = new std::map<c10::EventFlag, std::vector<c10::Event>>;
+      return (*events)[flag];
     }
-    static c10::Event take(c10::DeviceType type) {
+    static c10::Event take(c10::DeviceType type, c10::EventFlag flag) {
       const std::lock_guard<std::mutex> guard(mutex());
       const auto here = c10::impl::VirtualGuardImpl(type).getDevice();
-      if (free().empty() || free().back().device() != here) return c10::Event(type);
-      c10::Event event = std::move(free().back());
-      free().pop_back();
+      auto& kept = free(flag);
+      if (kept.empty() || kept.back().device() != here) return c10::Event(type, flag);
+      c10::Event event = std::move(kept.back());
+      kept.pop_back();
       return event;
     }
   };
-  static std::unique_ptr<DeviceMark> onDevice(c10::DeviceType type) {
+  static std::unique_ptr<DeviceMark> onDevice(c10::DeviceType type, bool timed) {
     if (type == c10::DeviceType::CPU) return nullptr;
     const c10::impl::VirtualGuardImpl device(type);
     const c10::Stream stream = device.getStream(device.getDevice());
     if (captures(device, stream)) return nullptr;
-    return std::make_unique<OfDevice>(stream);
+    return std::make_unique<OfDevice>(stream, timed);
   }
   // Into a graph: an event that is recorded there may not be asked. Torch tells from some version on.
   template <typename Device>
@@ -95,7 +109,7 @@ class DeviceCourse {
   void launches(const Operation& operation, c10::DeviceType type) {
     if (operation.ordinal.peer == Ordinal::UNKNOWN) return;
     try {
-      auto mark = DeviceMarks::make()(type);
+      auto mark = DeviceMarks::make()(type, false);
       if (!mark) return;
       std::lock_guard<std::mutex> guard(mutex_);
       if (marks_.size() >= kLook)

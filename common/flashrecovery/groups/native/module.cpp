@@ -233,6 +233,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::make_pair(progress.collectives(), progress.pairs());
   });
   m.def("underway_ns", [] { return Underway::nanoseconds(); });
+  m.def("device_committed", [] { return DevicePace::instance().committed(); });
+  m.def("device_restart", [] { DevicePace::instance().restart(); });
+  m.def("device_measures", [] { return DevicePace::instance().measures(); });
+  m.def("backward_ended", [] { DevicePace::instance().backwardEnded(); });
+  m.def("gradients_whole", [] { DevicePace::instance().gradientsWhole(); });
   m.def("operations", [] { return operationCount().load(); });
   m.def("failures", [] { return failureCount().load(); });
   m.def("raised", [] { return raisedCount().load(); });

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "device_pace.h"
 #include "ending.h"
 #include "pace.h"
 #include "progress.h"
@@ -198,18 +199,23 @@ class ManagedWork final : public c10d::Work {
     try {
       record_->throwIfAbandoned();
       if (endedBefore()) return;
+      const DevicePace::Wait waits;
       inner_->synchronize();
       record_->throwIfAbandoned();
     } catch (const std::exception&) {
       if (!answers()) throw;
     }
   }
-  void blockCurrentStream() override { inner_->blockCurrentStream(); }
+  void blockCurrentStream() override {
+    const DevicePace::Wait waits;
+    inner_->blockCurrentStream();
+  }
   void abort() override { inner_->abort(); }
   // NCCL's never fails.
   FuturePtr getFuture() override {
     FuturePtr future = inner_->getFuture();
     if (!future) return future;
+    DevicePace::instance().futureTaken();
     if (record_->tracked && answers_->possible() && isMainThread()) return answeredFuture(future);
     future->addCallback([record = record_](c10::ivalue::Future& ended) {
       if (ended.hasError()) record->raised();
@@ -289,6 +295,7 @@ class ManagedWork final : public c10d::Work {
     bool done = false;
     UnderwayPart waiting;
     if (!record_->tracked) waiting.begin();
+    const DevicePace::Wait waits;
     try {
       done = inner_->wait(timeout);
     } catch (const std::exception&) {

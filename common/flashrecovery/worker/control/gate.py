@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flashrecovery.errors import StepInterrupted
-from flashrecovery.groups import underway_ns
+from flashrecovery.groups import device_own_ns, device_restart, underway_ns
 from flashrecovery.plan.hang import Work
 from flashrecovery.runtime.page import TAG_MUTATING, Page
 from flashrecovery.worker.control.overhead import Overhead, Pace
@@ -193,7 +193,7 @@ class Gate:
             now = time.monotonic_ns()
             last = now - self._step_began
             self._step_ns = last if self._step_ns == 0 else (4 * self._step_ns + last) // 5
-            self._pace.committed(now, underway_ns())
+            self._pace.committed(now, underway_ns(), device_own_ns())
             overhead_ns = self.overhead.committed(now)
             self.page.set_work(Work.EVALUATION)
             self.page.set_committed(self.version, self._step_ns, self._pace.own_ns, self._pace.least_ns, overhead_ns)
@@ -253,6 +253,7 @@ class Gate:
             self._stepping = True
             self._generation = generation
             self._pace.restart()
+            device_restart()
             self.overhead.restart()
             self.page.set_work(Work.EVALUATION if self._step_ns else Work.FIRST_STEP)
             self.page.resume(version, generation, self._step_ns)

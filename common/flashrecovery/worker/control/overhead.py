@@ -96,7 +96,7 @@ class TimedHooks(StepHooks):
 
 
 STEPS = 10
-"""The shortest of this number of steps is what a rank certainly needs."""
+"""The shortest of this number of measured steps is what a rank certainly needs."""
 
 
 class Pace:
@@ -113,13 +113,22 @@ class Pace:
         self._newest.clear()
         self.own_ns = 0
 
-    def committed(self, now_ns: int, underway_ns: int) -> None:
-        """A step is over. ``underway_ns``: time with an operation under way, since whenever."""
+    def committed(self, now_ns: int, underway_ns: int, device_ns: int | None = None) -> None:
+        """A step is over. ``underway_ns``: time with an operation under way, since whenever. ``device_ns``: where the
+        device's clock tells instead, own work in a step that it has measured; 0: in none."""
+        if device_ns is not None:
+            if self._last is not None:  # what the host's clock has told is none
+                self.restart()
+            if device_ns > 0:
+                self._add(device_ns)
+            return
         if self._last is not None:
-            own = max(now_ns - self._last[0] - (underway_ns - self._last[1]), 1)
-            self.own_ns = own if self.own_ns == 0 else (4 * self.own_ns + own) // 5
-            self._newest.append(own)
+            self._add(max(now_ns - self._last[0] - (underway_ns - self._last[1]), 1))
         self._last = (now_ns, underway_ns)
+
+    def _add(self, own_ns: int) -> None:
+        self.own_ns = own_ns if self.own_ns == 0 else (4 * self.own_ns + own_ns) // 5
+        self._newest.append(own_ns)
 
     @property
     def least_ns(self) -> int:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(500)  # some ten cold starts of a process on tw
 
 KINDS = ("nccl-legacy", "nccl2")
 LAYOUTS = (DDP, FSDP, gpu_check.ZERO2, mg.DP4_DISTRIBUTED)
-PHASES = ("quiescing", "stashing", "regrouping", "restoring", "verifying", "resuming")
+PHASES = ("quiescing", "regrouping", "restoring", "verifying", "resuming")
 FIRST = "rank=1,fault=sigkill,at=backward,step=3"
 
 

@@ -92,9 +92,11 @@ def test_a_survivor_dies_while_the_first_aborts_are_under_way(
 def test_a_survivor_stands_still_while_the_first_aborts_are_under_way(
     phase: str, fault: str, layout: Layout, kind: str, tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
-    """It is fenced, which waits for the aborts of the others, and those are a second round of them."""
+    """It is fenced, which waits for the aborts of the others, and those are a second round of them. In a recovery only
+    the time for an answer tells."""
     inject = [FIRST, f"rank=2,fault={fault},at=recovery:{phase}"]
-    job = run(tmp_path / "run", layout, inject=inject, standby=1, env=_slow(kind))
+    config = {"timeouts": {"regroup_s": 10.0, "restore_s": 10.0}}
+    job = run(tmp_path / "run", layout, inject=inject, standby=1, env=_slow(kind), config=config)
     check_fired(job, 2)
     check_same(job, reference(layout))
 

@@ -1,5 +1,5 @@
 // How long a step is the device's own work, and for how long it waits in operations: with NCCL the host runs ahead of the
-// device, so its clock does not tell. In one of a few steps a timed event is recorded before and behind each wait on the
+// device, so its clock does not tell. In one of ten steps a timed event is recorded before and behind each wait on the
 // stream that computes; they are asked when they have come, at a later commit, and nothing ever waits for them.
 //
 // The stream is held up by a synchronous operation that is launched on it, where it is made to wait for a Work, while the
@@ -49,7 +49,8 @@ class DevicePace {
         end();
       } else if (past_) {
         if (past_->end->come()) return std::exchange(past_, std::nullopt)->own();
-      } else {
+      } else if (++rested_ > kRest) {
+        rested_ = 0;
         begin();
       }
     } catch (const c10::Error&) {  // the device has failed, which training hears by itself
@@ -161,11 +162,13 @@ class DevicePace {
   }
 
   static constexpr size_t kMost = 4096;
+  static constexpr int kRest = 7;  // steps between an answer and the next one that is measured
 
   std::atomic<bool> used_{false}, measures_{false};
   std::atomic<c10::DeviceType> type_{c10::DeviceType::CPU};
   std::mutex mutex_;
   std::optional<Step> now_, past_;
+  int rested_ = kRest;
 };
 
 }  // namespace flashrecovery

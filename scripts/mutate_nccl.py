@@ -1340,8 +1340,8 @@ ROWS = (
             _out(
                 "32-ddps-wait-is-not-seen",
                 DDP_ADAPTER,
-                "        if groups.device_measures():\n",
-                "        if False:\n",
+                "        backward_waits_for_futures()\n",
+                "",
                 f"{SLOW_DEVICES}::test_a_rank_whose_device_is_slow_is_named_and_those_that_wait_for_it_are_not",
             ),
             _out(

@@ -42,8 +42,8 @@ from flashrecovery.contract.adapter import (
     StepHooks,
     TensorSpec,
 )
+from flashrecovery.groups import backward_waits_for_futures, is_communication_error, named_group, numbers_now
 from flashrecovery.groups import groups as own_groups
-from flashrecovery.groups import is_communication_error, named_group, numbers_now
 from flashrecovery.redundancy.checkpoint.dcp import read_into, write_part
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.runtime.channel import CHANNEL_ENV
@@ -69,6 +69,7 @@ __all__ = [
     "TorchAdapter",
     "attribute_of",
     "backed_by_pages",
+    "backward_waits_for_futures",
     "constant",
     "give_up_state",
     "global_rank",

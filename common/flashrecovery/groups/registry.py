@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 
@@ -363,21 +364,15 @@ def device_restart() -> None:
         module.device_restart()
 
 
-def device_measures() -> bool:
-    """Whether the step under way is measured. Then :func:`backward_ended` and :func:`gradients_whole` have to stand
-    around what makes the stream wait for futures."""
+def backward_waits_for_futures() -> None:
+    """To be called as a backward pass starts, at whose end a callback that is queued later waits for futures of
+    operations: how long the device does so is known, if the step is measured."""
     module = native_build.loaded()
-    return module is not None and bool(module.device_measures())
-
-
-def backward_ended() -> None:
-    """What follows on the current stream waits for futures of operations. See :func:`device_measures`."""
-    native().backward_ended()
-
-
-def gradients_whole() -> None:
-    """That is over."""
-    native().gradients_whole()
+    if module is None or not module.device_measures():
+        return
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(module.backward_ended)
+    engine.queue_callback(lambda: engine.queue_callback(module.gradients_whole))  # behind that one
 
 
 def reported_errors() -> list[str]:

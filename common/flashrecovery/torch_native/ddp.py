@@ -12,8 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from flashrecovery import groups
-from flashrecovery.adapter import ParamRecord, TorchAdapter, constant, replicated, unsynchronised, world_size
+from flashrecovery.adapter import (
+    ParamRecord,
+    TorchAdapter,
+    backward_waits_for_futures,
+    constant,
+    replicated,
+    unsynchronised,
+    world_size,
+)
 from flashrecovery.adapter.elastic import ElasticAdapter, group_of
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native import ddp_reducer
@@ -70,12 +77,10 @@ class DDPAdapter(TorchAdapter, ElasticAdapter):
         super()._backward_starts(grad)
         if not self.ddp.require_backward_grad_sync:
             return
-        engine = torch.autograd.Variable._execution_engine
-        # What is queued twice runs after the finalisation that DDP queues at its last gradient. That waits for futures.
-        if groups.device_measures():
-            engine.queue_callback(groups.backward_ended)
-            engine.queue_callback(lambda: engine.queue_callback(groups.gradients_whole))
+        backward_waits_for_futures()
         if self._layout is None:
+            engine = torch.autograd.Variable._execution_engine
+            # Queued twice, so that it runs after the finalisation that DDP queues at its last gradient.
             engine.queue_callback(lambda: engine.queue_callback(self._gradients_ready))
 
     def _gradients_ready(self) -> None:

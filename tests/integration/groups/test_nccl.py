@@ -589,9 +589,9 @@ def _of_a_future() -> None:
 def _at_the_end_of_backward() -> None:
     """As DDP waits."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
-    groups.backward_ended()
+    native_build.native().backward_ended()
     work.get_future().wait()
-    groups.gradients_whole()
+    native_build.native().gradients_whole()
 
 
 def _in_a_section() -> None:

@@ -2367,6 +2367,7 @@ class Key:
 
 by_phase, by_class, by_key, by_function = {}, collections.defaultdict(int), {}, {}
 by_path, by_module = collections.Counter(), {}
+averages = {p: p.detach().clone() for p in model.parameters()}
 momentum = {}
 for epoch in range(EPOCHS):
     sampler.set_epoch(epoch)
@@ -2384,10 +2385,13 @@ for epoch in range(EPOCHS):
         with torch.no_grad():
             for p in model.parameters():
                 momentum.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+            for p, average in averages.items():
+                average.lerp_(p, 0.1)
         for part in model.module.children():
             by_module[part] = by_module.get(part, 0.0) + loss.item()
         say(loss.item(), by_phase[phase], by_class[Net], sorted(by_path.values()), by_key[Key(i % 2, "x")])
         say(by_function[say], sum(m.sum().item() for m in momentum.values()), sum(by_module.values()))
+        say(sum(average.sum().item() for average in averages.values()))
 === singleton_by_class
 class Singleton(type):
     _instances = {}

@@ -448,6 +448,13 @@ def test_a_function_of_the_step_that_is_called_by_another_name(bound: str) -> No
     assert {line: found.steps for line, found in rewrite(text, "train.py").loops.items()} == {5: True}
 
 
+@pytest.mark.parametrize("over", ["averages", "averages.items()", "zip(averages.values(), now)"])
+def test_what_a_loop_in_the_step_runs_over_may_be_written(over: str) -> None:
+    text = f"for x in loader:\n    x.backward()\n    optimizer.step()\n    for one in {over}:\n        one.mul_(2)\n"
+    (found,) = rewrite(text, "train.py").loops.values()
+    assert "averages" in found.passed
+
+
 def test_variables_that_are_set_by_a_text_belong_to_the_loop() -> None:
     body = "for x in loader:\n    (x * alpha).backward()\n    optimizer.step()\n"
     text = f"alpha = 1\ndef decay(name):\n    globals()[name] *= 0.9\n{body}    decay('alpha')\n"

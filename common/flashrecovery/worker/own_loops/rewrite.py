@@ -50,6 +50,8 @@ _TRAINERS = ("trainer", "runner", "learner")
 
 _CHANGE_NOTHING = frozenset(("torch", "nn", "F", "dist", "math", "json", "logging", "logger", *dir(builtins)))
 """Functions and modules of functions that leave lists and dictionaries that they are given as they are."""
+_VIEWS = ("items", "values")
+"""Methods of dictionaries that give what is in them."""
 
 
 @dataclass(frozen=True)
@@ -582,6 +584,8 @@ def _names_written_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
 def _names_iterated(source: ast.expr) -> Iterator[str]:
     if isinstance(source, ast.Name):
         yield source.id
+    elif isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and called(source) in _VIEWS:
+        yield from _names_iterated(source.func.value)
     elif isinstance(source, ast.Call) and called(source) in _CHANGE_NOTHING:
         for argument in source.args:
             yield from _names_iterated(argument)

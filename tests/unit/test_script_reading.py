@@ -185,7 +185,7 @@ def test_what_comes_after_something_unknown_is_not_imported(line: str, tmp_path:
     [
         "sys.path.append('/mine')",
         "torch.backends.cudnn.benchmark = fast",
-        "torch.flag = True",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
         "sys.stdout = Tee()",
         "own.add = torch.add",
         "value = torch.add",
@@ -201,6 +201,121 @@ def test_what_comes_after_something_unknown_is_not_imported(line: str, tmp_path:
 def test_what_changes_no_module_is_passed_by(line: str, tmp_path: Path) -> None:
     facts = read(tmp_path, f"import torch\nimport own\n{line}\nimport scipy\n", own="")
     assert imports(facts) == ["torch", "scipy"] and not facts.ends_at, facts
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import package\npackage.FLAG = True\n", "package.FLAG is set"),
+        ("from package import config\nconfig.flag += 1\n", "config.flag is set"),
+        ("import package\npackage.CONFIG['x'] = 1\n", "package.CONFIG['x'] is set"),
+        ("import package\ndel package.CONFIG['x']\n", "package.CONFIG['x'] is set"),
+        ("import package\nconfig = package.config\nconfig.flag = 1\n", "config.flag is set"),
+        ("import package\nconfig = package.make()\nconfig.flag = 1\n", "package.make is called"),
+        ("import torch\nconfig = torch.make()\nconfig.flag = 1\n", "config.flag is set"),
+        (
+            "import package\ndef d(f):\n  def g(x):\n    p = package\n    p.FLAG = 1\n  return g\n@d\ndef h(): ...\n",
+            "d is called: p.FLAG is set",
+        ),
+        ("import package\nfor m in [package]:\n    m.FLAG = 1\n", "m.FLAG is set"),
+        ("import package\nif x:\n    package.FLAG = 1\n", "package.FLAG is set"),
+        ("import package\nclass A:\n    package.FLAG = 1\n", "package.FLAG is set"),
+        ("import package\nsetattr(package, name, 1)\n", "package.? is set"),
+        ("import sys\nsys.modules['package'].FLAG = 1\n", ""),
+        ("import sys\nsys.argv[1:] = []\n", "sys.argv[1:] is set"),
+        ("import package\npackage.register(1)\n", "package.register is called"),
+        ("import package\n_ = package.register(1)\n", "package.register is called"),
+        ("import package\n@package.register\ndef f(): ...\n", "package.register is called"),
+        ("import package\n@package.register(1)\nclass A: ...\n", "package.register is called"),
+        ("import package\nwith package.using(1):\n    pass\n", "package.using is called"),
+        ("import package\nif package.begin():\n    pass\n", "package.begin is called"),
+        ("import package\nf = lambda: package.begin()\nf()\n", "f is called"),
+        ("import torch\ntorch.set_default_dtype(torch.float64)\n", "torch.set_default_dtype is called"),
+        ("import torch\nx = torch.manual_seed(1)\n", "torch.manual_seed is called"),
+        ("import torch\nwith torch.no_grad():\n    pass\n", "torch.no_grad is called"),
+        ("import warnings\nwarnings.filterwarnings('error')\n", "warnings.filterwarnings is called"),
+        ("import importlib\nimportlib.reload(package)\n", "importlib.reload is called"),
+        ("import random\nrandom.seed(1)\n", "random.seed is called"),
+        ("import os\nos.chdir('/')\n", "os.chdir is called"),
+        ("exec(open('x').read())\n", "exec runs a text"),
+        ("import package\ndef f():\n    package.FLAG = 1\nf()\n", "f is called: package.FLAG is set"),
+        ("import package\ndef f(m):\n    m.FLAG = 1\nf(package)\n", "f is called: m.FLAG is set"),
+        ("import package\ndef g():\n    package.begin()\ndef f():\n    g()\nf()\n", "f is called: g is called: "),
+        ("import package\nclass A:\n    def __init__(self):\n        package.FLAG = 1\nA()\n", "A is called: "),
+        ("import package\nclass A:\n    def m(self):\n        package.FLAG = 1\nA().m()\n", "m is called: "),
+        ("from helpers import *\nbegin()\n", "begin is called"),
+        ("import helpers\nhelpers.begin()\n", "begin is called: package.FLAG is set"),
+        ("from helpers import begin\n@begin\ndef f(): ...\n", "begin is called: package.FLAG is set"),
+        ("from helpers import alias\nalias()\n", "alias is called"),
+        ("import helpers\nhelpers.config.flag = 1\n", "helpers.config.flag is set"),
+        ("from helpers import config\nconfig.flag = 1\n", "config.flag is set"),
+        ("import helpers\nc = helpers.config\nc.flag = 1\n", "c.flag is set"),
+        ("import package\ndef get():\n    return package.config\nget().flag = 1\n", "get().flag is set"),
+        ("import package\nLIST = [package]\nLIST[0].FLAG = 1\n", "LIST[0].FLAG is set"),
+        ("import package\nTABLE = {'a': package}\nTABLE['a'].FLAG = 1\n", "TABLE['a'].FLAG is set"),
+        ("import package\nlist(map(package.register, [1]))\n", "package.register is called"),
+        ("import package\nmatch 1:\n    case 1:\n        package.FLAG = 1\n", "package.FLAG is set"),
+        ("import package\ntry:\n    x = 1\nexcept* OSError:\n    package.FLAG = 1\n", "package.FLAG is set"),
+        (
+            "import package\nclass A:\n    def __init__(self):\n        self.c = package.config\n"
+            "        self.c.flag = 1\nA()\n",
+            "A is called: self.c.flag is set",
+        ),
+    ],
+)
+def test_after_a_change_that_a_later_import_may_read_nothing_is_imported(
+    text: str, expected: str, tmp_path: Path
+) -> None:
+    helpers = "import package\nfrom package import config\ndef begin(f=None):\n    package.FLAG = 1\n"
+    facts = read(tmp_path, text + "import second\n", helpers=helpers + "alias = package.begin\n")
+    assert expected in (facts.changes_at or facts.ends_at) and "second" not in imports(facts), facts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.backends.cuda.matmul.allow_tf32 = True\ntorch.backends.cudnn.benchmark = True\n",
+        "import torch\ntorch.set_float32_matmul_precision('high')\n",
+        "import torch\nfast = torch.compile(f)\n@torch.no_grad()\ndef g(): ...\n",
+        "import logging\nlogging.basicConfig()\nlogger = logging.getLogger(__name__)\nlogger.setLevel(1)\n",
+        "import warnings\nwarnings.filterwarnings('ignore')\n",
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('x')\nargs = parser.parse_args()\n"
+        "args.x = 1\n",
+        "import os\nfolder = os.environ.get('X', 'x').strip()\nos.makedirs(folder)\nprint(folder)\n",
+        "from pathlib import Path\nfolder = Path(__file__).parent / 'x'\nfolder.mkdir()\n",
+        "TABLE = {}\nTABLE['x'] = 1\nLIST = [1]\nLIST.append(2)\nLIST[0] += 1\n",
+        "from dataclasses import dataclass, field\n@dataclass\nclass A:\n    x: list = field(default_factory=list)\n",
+        "import package\ndef main():\n    package.FLAG = True\n",
+        "REGISTRY = {}\ndef register(name):\n    def inner(cls):\n        REGISTRY[name] = cls\n        return cls\n"
+        "    return inner\n@register('a')\nclass A:\n    def __init__(self):\n        self.x = 1\nA().x = 2\n",
+        "import package\nVERSION = package.__version__.split('.')\nassert VERSION[0].isdigit()\n",
+        "def mark(f):\n    f.x = 1\n    return f\n@mark\ndef g(): ...\n",
+        "def f(n):\n    return f(n - 1) if n else 0\nN = f(3)\n",
+    ],
+)
+def test_what_no_import_reads_is_passed_by(text: str, tmp_path: Path) -> None:
+    facts = read(tmp_path, text + "import second\n")
+    assert not facts.changes_at and not facts.ends_at and "second" in imports(facts), facts
+
+
+def test_a_module_that_is_not_written_in_python_may_change_anything(tmp_path: Path) -> None:
+    (tmp_path / "mine.so").write_bytes(b"\0")
+    (tmp_path / "train.py").write_text("import first\nimport mine\nimport second\n")
+    facts = read_script(tmp_path / "train.py", lambda top: tmp_path / "mine.so" if top == "mine" else None)
+    assert imports(facts) == ["first"] and facts.changes_at == "mine.so: it is not written in Python"
+
+
+def test_a_module_that_is_found_in_a_folder_which_the_script_adds_may_change_anything(tmp_path: Path) -> None:
+    text = "import sys\nimport nowhere\nsys.path.append('..')\nimport helpers\nimport second\n"
+    (tmp_path / "train.py").write_text(text)
+    absent = ("nowhere", "helpers").__contains__
+    facts = read_script(tmp_path / "train.py", lambda top: None, absent=absent)
+    assert imports(facts) == ["sys", "nowhere"] and "helpers is imported" in facts.changes_at
+
+
+def test_variables_are_known_behind_a_change(tmp_path: Path) -> None:
+    facts = read(tmp_path, "import os, package\npackage.FLAG = 1\nimport second\nos.environ['X'] = '1'\n")
+    assert facts.actions == (Import("os"), Import("package"), Setting("X", "1")) and facts.sets == frozenset()
 
 
 @pytest.mark.parametrize("kind", ["def patch():", "async def patch():", "class A:\n  def patch(self):"])

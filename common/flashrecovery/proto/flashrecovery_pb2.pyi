@@ -3668,7 +3668,9 @@ Global___Warmed: _TypeAlias = Warmed  # noqa: Y015
 
 @_typing.final
 class Modules(_message.Message):
-    """``env``: variables that the script has set, or (``unset``) removed, by then. ``origins``: files of top-level modules."""
+    """``env``: variables that the script has set, or (``unset``) removed, by then. ``origins``: files of top-level modules.
+    ``outcomes``: what has become of those that were imported after the script's first line; 0: not known.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3712,10 +3714,31 @@ class Modules(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class OutcomesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAMES_FIELD_NUMBER: _builtins.int
     ENV_FIELD_NUMBER: _builtins.int
     UNSET_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -3724,6 +3747,8 @@ class Modules(_message.Message):
     def unset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def origins(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
         self,
         *,
@@ -3731,10 +3756,11 @@ class Modules(_message.Message):
         env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         unset: _abc.Iterable[_builtins.str] | None = ...,
         origins: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        outcomes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["env", b"env", "names", b"names", "origins", b"origins", "unset", b"unset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["env", b"env", "names", b"names", "origins", b"origins", "outcomes", b"outcomes", "unset", b"unset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

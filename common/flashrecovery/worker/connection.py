@@ -9,6 +9,7 @@ from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
 from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
+from flashrecovery.worker.preimport.import_outcomes import ImportOutcomes
 from flashrecovery.worker.preimport.start_profile import StartProfile
 from flashrecovery.worker.script_checks.unprotected_steps import UnprotectedSteps
 from flashrecovery.worker.setup_replay.replay import SetupReplay
@@ -49,6 +50,7 @@ class Connection:
         start_profile: StartProfile,
         unprotected_steps: UnprotectedSteps | None = None,
         setup: SetupReplay | None = None,
+        import_outcomes: ImportOutcomes | None = None,
     ) -> None:
         self.channel = channel
         self.page = page
@@ -58,6 +60,7 @@ class Connection:
         self.start_profile = start_profile
         self.unprotected_steps = unprotected_steps
         self.setup = setup
+        self.import_outcomes = ImportOutcomes() if import_outcomes is None else import_outcomes
         self.at_script_end: list[Callable[[], None]] = []
 
     def attached(self) -> None:

@@ -530,9 +530,10 @@ class Loop:
         """Tell the agent what a zygote or a standby should import: all that this process has loaded by the end of its
         first step, and which variables of the environment its script has changed."""
         self._told_modules = True
-        watch = self._worker.connection.environment_watch
+        watch, outcomes = self._worker.connection.environment_watch, self._worker.connection.import_outcomes
         watch.stop()
-        self._worker.send(pb.FromWorker(modules=imported_so_far(watch.changed)))
+        outcomes.stop()
+        self._worker.send(pb.FromWorker(modules=imported_so_far(watch.changed, outcomes.told())))
 
     def _first_to_look(self, frameworks: bool) -> Unregistered:
         kept, tell = _comes_back if self._own_loops else None, self._tell_not_registered

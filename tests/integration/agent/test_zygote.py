@@ -117,14 +117,14 @@ def zygotes(job: RunningJob) -> list[psutil.Process]:
     return [p for p in psutil.Process(job.popen.pid).children() if p.name() == "fr-zygote"]
 
 
-def any_job(folder: Path, imports: str = "", **options: object) -> RunningJob:
-    """Two ranks of a small script, which stand in step 3 until ``go`` is there."""
+def any_job(folder: Path, imports: str = "", ends: str = "", **options: object) -> RunningJob:
+    """Two ranks of a small script, which stand in step 3 until ``go`` is there. ``ends``: its last lines."""
     folder.mkdir(exist_ok=True)
-    (folder / "script.py").write_text(LIKE_ANY.format(imports=imports))
+    (folder / "script.py").write_text(LIKE_ANY.format(imports=imports) + ends)
     layout = Layout("any", "", nproc=2)
     flags = [str(folder / "go")]
-    options = {"own_imports": True, **options}
-    return RunningJob(folder / "run", layout, script=folder / "script.py", flags=flags, standby=0, **options)  # type: ignore[arg-type]
+    options = {"own_imports": True, "standby": 0, **options}
+    return RunningJob(folder / "run", layout, script=folder / "script.py", flags=flags, **options)  # type: ignore[arg-type]
 
 
 def installed(folder: Path, **modules: str) -> dict[str, str]:
@@ -292,6 +292,52 @@ print("seen", binds.add(), *later(), flush=True)
     seen = re.findall(r"^seen (.*)", logs(done), re.MULTILINE)
     assert seen == ["replaced replaced own"] * 3, done.explain()
     assert "a function replaces base.add" in logs(done, "zygote.log")
+
+
+@pytest.mark.parametrize("method", ["zygote", pytest.param("spawn", marks=pytest.mark.grid)])
+def test_a_package_that_the_script_changes_between_two_imports(method: str, tmp_path: Path) -> None:
+    """What reads the change while it is imported is left to each rank; what does not is imported ahead."""
+    env = installed(
+        tmp_path,
+        base="FLAG = LATE = False\n",
+        reads="import base\nSCALE = 3.0 if base.FLAG else 1.0\n",
+        lazy="import base\nSHIFT = 0.5 if base.LATE else 0.0\n",
+        through="from lazy import SHIFT\n",
+        harmless="import base, os\nprint('harmless is imported by', os.getpid(), flush=True)\n",
+    )
+    imports = """
+import base
+base.FLAG = True
+import reads
+def later():
+    base.LATE = True
+    import harmless, through
+    return through.SHIFT
+print("pid", os.getpid(), "seen", reads.SCALE, later(), flush=True)
+"""
+    ends = "print('weights', *(w * reads.SCALE + later() for p in model.parameters() for w in p.flatten().tolist()))\n"
+    found = {}
+    for faults in (0, 1):
+        folder = tmp_path / f"job{faults}"
+        job = any_job(folder, imports, ends, env=env, options=["--start-method", method], standby=faults)
+        job.wait_for_step(2)
+        if faults:
+            for zygote in zygotes(job):
+                with suppress(psutil.NoSuchProcess):
+                    wait_until_idle(zygote)  # it has learned what the workers have imported
+            job.wait_for("standby_ready")
+            job.kill(1)
+            job.wait_for("recovery_started")
+        done = finish(job, folder)
+        seen = re.findall(r"^pid (\d+) seen (.*)", logs(done), re.MULTILINE)
+        assert [values for _, values in seen] == ["3.0 0.5"] * (2 + faults), done.explain()
+        found[faults] = set(re.findall(r"^weights (.*)", logs(done), re.MULTILINE))
+        if faults:
+            check_recovered(done, {1})
+            assert "imported ahead, lazy is other than in the workers" in logs(done, "*.log"), done.explain()
+            imported_by = set(re.findall(r"^harmless is imported by (\d+)", logs(done), re.MULTILINE))
+            assert len({pid for pid, _ in seen} - imported_by) == 1, "the replacement has found it imported"
+    assert len(found[0]) == 1 and found[0] == found[1]
 
 
 # -- modules that are unfit -----------------------------------------------------------------------------

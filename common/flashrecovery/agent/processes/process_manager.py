@@ -27,7 +27,7 @@ from flashrecovery.agent.processes.setup_logs import SetupLogs
 from flashrecovery.agent.processes.snapshots import NodeSnapshots
 from flashrecovery.agent.processes.standby import StandbyPool
 from flashrecovery.agent.processes.tasks import Tasks
-from flashrecovery.agent.processes.zygote import Zygotes
+from flashrecovery.agent.processes.zygote import KnownModules, Zygotes
 from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
 from flashrecovery.kinds import NoticeKind
@@ -131,6 +131,7 @@ class ProcessManager:
         self._run_dir = run_dir
         self._network_env = node.network_env
         self._setup_logs = node.setup_logs
+        self._known = KnownModules()
         self._tasks = node.tasks
         self._gpu_fence = node.gpu_fence
         self._snapshots = node.snapshots
@@ -455,7 +456,8 @@ class ProcessManager:
 
     def learn(self, modules: pb.Modules) -> None:
         """What standbys and zygotes of this node are to import."""
-        self.pool.set_modules(modules)
+        self._known.add(modules)
+        self.pool.set_modules(self._known.modules())
         if self._zygotes is not None:
             self._zygotes.learn(modules)
 

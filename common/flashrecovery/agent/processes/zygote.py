@@ -54,7 +54,7 @@ class Zygotes:
         self._closed: list[Zygote] = []  # or retired
         self._unwanted: list[Adopted] = []
         self._leave_out: list[str] = []
-        self._known = _Known()
+        self._known = KnownModules()
         self._grown: pb.Modules | None = None  # the modules that the growing one has received
         self._failures = 0
         self._env: Mapping[str, str] = {}
@@ -284,7 +284,7 @@ class Zygotes:
             self._closed.append(zygote)
 
 
-class _Known:
+class KnownModules:
     """What workers have told of their imports."""
 
     def __init__(self) -> None:
@@ -292,6 +292,8 @@ class _Known:
         self._origins: dict[str, str] = {}
         self._env: dict[str, str] = {}
         self._differ: set[str] = set()
+        self._outcomes: dict[str, int] = {}
+        self._vary: set[str] = set()  # modules that each worker has with other contents, as the number of its process
 
     def add(self, modules: pb.Modules) -> None:
         """A variable counts as known if all workers of the node that have one have the same."""
@@ -305,11 +307,15 @@ class _Known:
             self._differ |= modules.env.keys() ^ self._env.keys()
         self._differ |= set(modules.unset)
         self._env.update(modules.env)
+        self._vary |= {n for n, outcome in modules.outcomes.items() if self._outcomes.setdefault(n, outcome) != outcome}
 
     def modules(self) -> pb.Modules:
         """For a zygote. Variables in which workers differ count as unset."""
         env = {name: value for name, value in self._env.items() if name not in self._differ}
-        return pb.Modules(names=list(self._names), origins=self._origins, env=env, unset=sorted(self._differ))
+        outcomes = {name: outcome for name, outcome in self._outcomes.items() if name not in self._vary}
+        return pb.Modules(
+            names=list(self._names), origins=self._origins, env=env, unset=sorted(self._differ), outcomes=outcomes
+        )
 
     def within(self, told: pb.Modules | None) -> bool:
         """Whether a zygote that has received this knows everything."""

@@ -1,8 +1,9 @@
 """What a zygote and a standby import ahead of a script: the imports in its text, then those of live workers.
 
 The first part follows the order of the script (:mod:`.script_imports`). For the second part it is unknown when a module
-was imported, and so in which environment. So these modules must not read a variable that the script has set meanwhile,
-and the second part is omitted if the script's text is only partly known.
+was imported, and so in which environment, and after which changes to other modules. So these modules must not read a
+variable that the script has set meanwhile, a trial must show that they become what they are in the workers
+(:mod:`.import_trial`), and the second part is omitted if the script's text is only partly known.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flashrecovery.config import CONFIG_ENV
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.preimport import import_trial
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
 from flashrecovery.worker.preimport.preimport import Installed, find_spec, import_ahead, with_packages
 from flashrecovery.worker.preimport.script_imports import Import, ScriptFacts, Setting, read_script
@@ -134,8 +136,9 @@ class ScriptPreimport:
                 batch = []
                 self._set(action, learned)
         self._of_text(batch)
+        for place in filter(None, (self.facts.changes_at, self.facts.ends_at)):
+            print(f"{place}: what is imported after that is left to each rank", flush=True)
         if self.facts.ends_at:
-            print(f"{self.facts.ends_at}: what is imported after that is left to each rank", flush=True)
             return
         for top, names in USUALLY.items():
             if top in sys.modules:
@@ -145,7 +148,8 @@ class ScriptPreimport:
         self._later()
         set_by_text = {action.name for action in self.facts.actions if isinstance(action, Setting)}
         self._uncertain |= (learned.env.keys() - set_by_text) | set(learned.unset)
-        self._ahead(name for name in learned.names if self._is_where_it_was(name, learned))
+        new = [name for name in learned.names if name not in sys.modules and self._is_where_it_was(name, learned)]
+        self._ahead(import_trial.equal_ones(new, learned.outcomes, self._ahead_in_trial))
 
     def _later(self) -> None:
         if self.facts.sets is None or any(map(_READ_LATER.search, self.facts.sets)):
@@ -175,6 +179,10 @@ class ScriptPreimport:
         allowed = [name for name in names if self._left_out.isdisjoint(with_packages(name))]
         import_ahead(allowed, self._installed, uncertain=self._uncertain, tried=self._tried)
 
+    def _ahead_in_trial(self, names: Sequence[str], tried: Tried) -> None:
+        allowed = [name for name in names if self._left_out.isdisjoint(with_packages(name))]
+        import_ahead(allowed, self._installed, uncertain=self._uncertain, tried=tried)
+
     def _is_module(self, name: str) -> bool:
         """Whether ``from package import it`` imports a module; the package has been imported if it can be."""
         package, _, member = name.rpartition(".")
@@ -192,15 +200,18 @@ class ScriptPreimport:
         return spec is not None and (spec.origin or "") == learned.origins[top]
 
 
-def imported_so_far(setting: Mapping[str, str | None]) -> pb.Modules:
-    """What this process has imported, and from where. ``setting``: what its script has done to the environment.
+def imported_so_far(setting: Mapping[str, str | None], outcomes: Mapping[str, int]) -> pb.Modules:
+    """What this process has imported, and from where. ``setting``: what its script has done to the environment;
+    ``outcomes``: what has become of the modules that it has imported since its first line.
     Modules generated at run time (torch.compile's) are omitted: they cannot be imported."""
     found = {n: m for n, m in list(sys.modules.items()) if m is not None and not n.startswith("__")}
     modules = {name: module for name, module in found.items() if not _was_made(name, module, found)}
     specs = {n: getattr(m, "__spec__", None) for n, m in modules.items() if "." not in n}
     origins = {n: getattr(spec, "origin", None) or "" for n, spec in specs.items()}
     env = {name: value for name, value in setting.items() if value is not None}
-    return pb.Modules(names=list(modules), origins=origins, env=env, unset=setting.keys() - env.keys())
+    kept = {name: outcome for name, outcome in outcomes.items() if name in modules}
+    unset = setting.keys() - env.keys()
+    return pb.Modules(names=list(modules), origins=origins, env=env, unset=unset, outcomes=kept)
 
 
 def _was_made(name: str, module: object, beside: Mapping[str, object]) -> bool:

@@ -13,6 +13,9 @@ itself. It ends:
 * at the script's own code that replaces parts of another module, or the definition of a function that does: later
   imports may use the replaced parts. (Nothing can be replaced in a missing module: its import fails first.)
 
+Where the script changes anything else that a later import may read (:mod:`.script_changes`), no further import is
+listed (:attr:`ScriptFacts.changes_at`).
+
 It is unknown when functions set variables, and to which value. The names of these variables are listed separately
 (:attr:`ScriptFacts.sets`); for this the whole text is read, and that of modules which functions import.
 """
@@ -24,6 +27,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from flashrecovery.worker.preimport.script_changes import Changes
 
 FILES_READ = 600
 """Modules of the script's own that are read at most; a large checkout has thousands. Megatron-LM's pretrain_gpt.py
@@ -69,11 +74,13 @@ class Setting:
 @dataclass(frozen=True)
 class ScriptFacts:
     """What the script does when it starts, in order. ``ends_at``: ``file:line`` where that stops being known, and why;
-    empty if all was read. ``sets``: variables that its text also sets elsewhere, at an unknown time; None: their names
-    are unknown."""
+    empty if all was read. ``changes_at``: where it changes something that later imports may read, which are not in
+    ``actions``. ``sets``: variables that its text also sets elsewhere, at an unknown time; None: their names are
+    unknown."""
 
     actions: tuple[Import | Setting, ...] = ()
     ends_at: str = ""
+    changes_at: str = ""
     sets: frozenset[str] | None = frozenset()
 
 
@@ -95,12 +102,12 @@ def read_script(
     try:
         reader.read(file, "")
     except _EndError as e:
-        return ScriptFacts(tuple(reader.actions), str(e), None)
+        return ScriptFacts(tuple(reader.actions), str(e), reader.changes_at, None)
     settings = reader.set_anywhere(file)
     sets = (
         None if settings is None else frozenset(found.name or "" for found in settings if found not in reader.actions)
     )
-    return ScriptFacts(tuple(reader.actions), sets=sets)
+    return ScriptFacts(tuple(reader.actions), changes_at=reader.changes_at, sets=sets)
 
 
 class _Reader:
@@ -110,7 +117,10 @@ class _Reader:
         self._absent = absent
         self._trees: dict[Path, ast.Module | None] = {}  # of the files that have been parsed; None: cannot be
         self._seen: set[Path] = set()
+        self._changes = Changes(lambda top: find(top) is not None, absent)
+        self._path_is_longer = False
         self.actions: dict[Import | Setting, None] = {}
+        self.changes_at = ""
 
     def read(self, file: Path, package: str) -> None:
         """``package``: that relative imports of this file count from. Raises _EndError."""
@@ -121,7 +131,11 @@ class _Reader:
         self._seen.add(file)
         tree = self._tree(file)
         if tree is None:
+            if file.suffix != ".py":
+                self._changed(f"{file.name}: it is not written in Python")
             return
+        if not self.changes_at:
+            self._changes.read(file, tree)
         patches = _Patches(tree, self._find, self._absent)
         for statement, certain in self._statements(tree.body, True):
             if isinstance(statement, ast.Import):
@@ -133,8 +147,19 @@ class _Reader:
                 line, replaced = patches.made_in(statement)
                 if replaced:
                     raise _EndError(f"{file.name}:{line}: a function replaces {replaced}")
+                self._look_for_changes(statement, file)
             else:
                 self._other(statement, certain, f"{file.name}:{statement.lineno}", patches)
+                if not patches.is_of_stand_in(statement):
+                    self._look_for_changes(statement, file)
+
+    def _look_for_changes(self, statement: ast.stmt, file: Path) -> None:
+        found = "" if self.changes_at else self._changes.made_by(statement, file)
+        if found:
+            self._changed(f"{file.name}:{statement.lineno}: {found}")
+
+    def _changed(self, what: str) -> None:
+        self.changes_at = self.changes_at or what
 
     def set_anywhere(self, script: Path) -> set[Setting] | None:
         """What the script and its own modules set, in functions, too; None: variables whose names are not known."""
@@ -175,7 +200,10 @@ class _Reader:
     def _imported(self, name: str, *, member: bool = False) -> None:
         files = _own_files(name, self._find)
         if files is None:
-            self.actions.setdefault(Import(name, member))
+            if self._path_is_longer and self._absent(name.partition(".")[0]):
+                self._changed(f"{name} is imported, which is found through sys.path")
+            elif not self.changes_at:
+                self.actions.setdefault(Import(name, member))
             return
         for file, package in files:
             self.read(file, package)
@@ -190,6 +218,7 @@ class _Reader:
             self.actions.pop(known, None)  # what is set again counts from here on
             self.actions[known] = None
         source = ast.unparse(statement)
+        self._path_is_longer |= "sys.path.append" in source
         for name in _FINDING:
             if name in source and _changes(statement, name):
                 raise _EndError(f"{where}: {name} is changed")
@@ -205,6 +234,7 @@ class _Reader:
                 if test in _NO_GPU and not self._gpus:
                     yield from self._statements(statement.body if _NO_GPU[test] else statement.orelse, certain)
                 elif test not in _PASSED_BY:
+                    yield _evaluated(statement.test), certain
                     yield from self._statements([*statement.body, *statement.orelse], False)
             elif isinstance(statement, ast.Try):
                 yield from self._statements(statement.body, certain)
@@ -212,13 +242,28 @@ class _Reader:
                     yield from self._statements(handler.body, False)
                 yield from self._statements([*statement.orelse, *statement.finalbody], certain)
             elif isinstance(statement, ast.With):
+                for item in statement.items:
+                    yield ast.copy_location(ast.Expr(item.context_expr), item.context_expr), certain
                 yield from self._statements(statement.body, certain)
             elif isinstance(statement, (ast.For, ast.While)):
+                yield _evaluated(statement.iter if isinstance(statement, ast.For) else statement.test), certain
                 yield from self._statements([*statement.body, *statement.orelse], False)
             elif isinstance(statement, ast.ClassDef):
                 yield from self._statements(statement.body, certain)
+                yield _alone(statement), certain
             else:
                 yield statement, certain
+
+
+def _evaluated(expression: ast.expr) -> ast.stmt:
+    """A statement that uses its value."""
+    return ast.copy_location(ast.Return(expression), expression)
+
+
+def _alone(statement: ast.ClassDef) -> ast.stmt:
+    """The class without its body."""
+    bare = ast.ClassDef(statement.name, statement.bases, statement.keywords, [ast.Pass()], statement.decorator_list)
+    return ast.copy_location(bare, statement)
 
 
 class _Patches:
@@ -252,8 +297,12 @@ class _Patches:
         """What this statement replaces; empty: nothing."""
         return self._replaced(statement)
 
+    def is_of_stand_in(self, statement: ast.AST) -> bool:
+        """Whether it sets a part of a placeholder."""
+        return id(statement) in self._of_stand_ins
+
     def _replaced(self, statement: ast.AST) -> str:
-        if id(statement) in self._of_stand_ins:
+        if self.is_of_stand_in(statement):
             return ""
         if isinstance(statement, ast.Assign) and not isinstance(statement.value, ast.Constant):
             for target in statement.targets:

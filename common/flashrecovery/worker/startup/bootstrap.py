@@ -32,6 +32,7 @@ from flashrecovery.worker.exit import script_error
 from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
+from flashrecovery.worker.preimport.import_outcomes import ImportOutcomes
 from flashrecovery.worker.preimport.preimport import Installed
 from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
@@ -163,8 +164,10 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     place = int(assign.env.get("RANK", assign.rank))
     unprotected = _unprotected_steps(channel, assign)
     assigned = Assignment(assign.rank, place, assign.generation, detached, ahead)
-    _connection = Connection(channel, page, assigned, watch, profile, unprotected, setup)
+    outcomes = ImportOutcomes(installed.has_file)
+    _connection = Connection(channel, page, assigned, watch, profile, unprotected, setup, outcomes)
     watch.start()
+    outcomes.start()
     profile.start()
     if setup is not None:
         setup.start()

@@ -289,6 +289,8 @@ def test_after_a_change_that_a_later_import_may_read_nothing_is_imported(
         "REGISTRY = {}\ndef register(name):\n    def inner(cls):\n        REGISTRY[name] = cls\n        return cls\n"
         "    return inner\n@register('a')\nclass A:\n    def __init__(self):\n        self.x = 1\nA().x = 2\n",
         "import package\nVERSION = package.__version__.split('.')\nassert VERSION[0].isdigit()\n",
+        "class A:\n    @property\n    def x(self): ...\n    @x.setter\n    def x(self, value): ...\n",
+        "import torch\nclass A:\n    @torch.jit.ignore\n    def x(self): ...\n    @classmethod\n    def y(cls): ...\n",
         "def mark(f):\n    f.x = 1\n    return f\n@mark\ndef g(): ...\n",
         "def f(n):\n    return f(n - 1) if n else 0\nN = f(3)\n",
     ],

@@ -266,11 +266,11 @@ class Changes:
         self, function: ast.expr, call: ast.Call | None, names: Names, *, used: bool, decorates: bool = False
     ) -> str:
         text = ast.unparse(function)
+        if decorates and isinstance(function, ast.Attribute) and function.attr in _OF_PROPERTIES:
+            return ""
         for kind in sorted(names.kinds(function)):
             if kind in (_OWN, _CLASS) or (kind == _MADE and isinstance(function, ast.Attribute)):
                 name = text.rpartition(".")[2]
-                if decorates and name in _OF_PROPERTIES:
-                    continue
                 found = self._body(name, decorates) if kind != _MADE or name in self._functions else ""
             elif kind == _MADE:
                 found = ""
@@ -303,7 +303,7 @@ class Changes:
 
     def _body(self, name: str, decorates: bool) -> str:
         """What functions of the script's own with this name change, the constructors of classes, and what its files
-        have assigned to the name."""
+        have assigned to the name, or to an attribute with it."""
         key = name, decorates
         if key not in self._judged:
             self._judged[key] = ""  # while it is read, for one that calls itself
@@ -321,6 +321,9 @@ class Changes:
                 yield self._called(what, None, names, used=True)
             elif not what.startswith("<"):
                 yield self._foreign(what, name, None, names, used=True)
+        for value, names in self._all.attributes.get(name, ()):
+            known = True
+            yield self._called(value, None, names, used=True)
         yield "" if known else f"{name} is called"
 
     def _in_function(self, function: ast.AST, decorates: bool) -> str:

@@ -23,6 +23,8 @@ from pathlib import PurePath
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
+_RUNNING = "_initializing"
+"""What a module's spec has while its import runs. Without it outcomes are taken early, and modules left to the rank."""
 UNKNOWN = 0
 """The digest of a module that cannot be described. It is equal to none."""
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -66,7 +68,7 @@ class ImportOutcomes:
         """Take the outcomes of all imports that have ended."""
         for name in list(self._begun):
             module = sys.modules.get(name)
-            if module is not None and getattr(_attributes(module).get("__spec__"), "_initializing", False):
+            if module is not None and _attributes(_attributes(module).get("__spec__")).get(_RUNNING, False):
                 continue
             self._begun.pop(name, None)
             if module is None:
@@ -141,7 +143,7 @@ class _Description:
             few = parts if len(parts) <= _LONGEST else []
             return f"{name}{len(parts)}" + ",".join(sorted([self._written(part, depth + 1) for part in few]))
         if issubclass(kind, enum.Enum):
-            return f"{name}.{value._name_}"
+            return f"{name}.{_attributes(value).get('_name_')}"
         if name in _WRITTEN or issubclass(kind, PurePath):
             return str(value)
         if name in ("torch.Tensor", "torch.nn.parameter.Parameter"):

@@ -63,13 +63,13 @@ class _Bound:
     """What all files that are read have bound, wherever that is: by name, and by attribute."""
 
     def __init__(self) -> None:
-        self.names: dict[str, list[tuple[str | ast.expr, Names]]] = {}
-        self.attributes: dict[str, list[tuple[ast.expr, Names]]] = {}
+        self.names: dict[str, list[tuple[str | ast.expr, ScriptNames]]] = {}
+        self.attributes: dict[str, list[tuple[ast.expr, ScriptNames]]] = {}
         self.functions: dict[str, list[ast.AST]] = {}
         self.modules: set[str] = set()
 
 
-class Names:
+class ScriptNames:
     """What the names in one file, or in one of its functions, stand for, in whatever order they are bound.
 
     Args:
@@ -78,7 +78,7 @@ class Names:
     """
 
     def __init__(
-        self, scope: Any, is_own: Callable[[str], bool], all_files: _Bound, outer: Names | None = None
+        self, scope: Any, is_own: Callable[[str], bool], all_files: _Bound, outer: ScriptNames | None = None
     ) -> None:
         self._outer = outer
         self._all = all_files
@@ -107,7 +107,7 @@ class Names:
             elif isinstance(node, ast.withitem) and node.optional_vars is not None:
                 self._assigned(node.optional_vars, node.context_expr)
 
-    def _file(self) -> Names:
+    def _file(self) -> ScriptNames:
         return self if self._outer is None else self._outer._file()
 
     def _bind(self, name: str, what: str | ast.expr | _FromOwn) -> None:
@@ -200,23 +200,23 @@ class Changes:
 
     def __init__(self, is_own: Callable[[str], bool], absent: Callable[[str], bool]) -> None:
         self._is_own, self._absent = is_own, absent
-        self._names: dict[Path, Names] = {}
+        self._names: dict[Path, ScriptNames] = {}
         self._all = _Bound()
         self._functions = self._all.functions
-        self._names_in: dict[ast.AST, Names] = {}
+        self._names_in: dict[ast.AST, ScriptNames] = {}
         self._judged: dict[tuple[str, bool], str] = {}
 
     def read(self, file: Path, tree: ast.Module) -> None:
         """The file's functions may be called from now on."""
         self._all.modules.add(file.parent.name if file.name == "__init__.py" else file.stem)
-        names = self._names[file] = Names(tree, self._is_own, self._all)
+        names = self._names[file] = ScriptNames(tree, self._is_own, self._all)
         self._index(tree, names)
         self._judged.clear()
 
-    def _index(self, scope: Any, names: Names) -> None:
+    def _index(self, scope: Any, names: ScriptNames) -> None:
         for node in _of_scope(scope):
             if isinstance(node, _FUNCTIONS):
-                self._names_in[node] = Names(node, self._is_own, self._all, names)
+                self._names_in[node] = ScriptNames(node, self._is_own, self._all, names)
                 self._functions.setdefault(node.name, []).append(node)
                 self._index(node, self._names_in[node])
             elif isinstance(node, ast.ClassDef):
@@ -229,7 +229,7 @@ class Changes:
         statements = [statement, *(node for node in within if isinstance(node, ast.stmt))]
         return next(filter(None, (self._first(one, self._names[file]) for one in statements)), "")
 
-    def _first(self, statement: ast.AST, names: Names, *, decorates: bool = False) -> str:
+    def _first(self, statement: ast.AST, names: ScriptNames, *, decorates: bool = False) -> str:
         dropped = statement.value if isinstance(statement, ast.Expr) else None
         for node in _executed(statement):
             if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
@@ -249,7 +249,7 @@ class Changes:
                 return found
         return ""
 
-    def _set(self, target: ast.expr, names: Names, *, decorates: bool = False) -> str:
+    def _set(self, target: ast.expr, names: ScriptNames, *, decorates: bool = False) -> str:
         holder = target.value if isinstance(target, (ast.Attribute, ast.Subscript)) else target
         part = f".{target.attr}" if isinstance(target, ast.Attribute) else ""
         harmless = (_MADE, _OWN, _CLASS, *([_GIVEN] if decorates else []))
@@ -263,7 +263,7 @@ class Changes:
         return bool(_HARMLESS.match(dotted)) or dotted.startswith("os.environ") or self._absent(top)
 
     def _called(
-        self, function: ast.expr, call: ast.Call | None, names: Names, *, used: bool, decorates: bool = False
+        self, function: ast.expr, call: ast.Call | None, names: ScriptNames, *, used: bool, decorates: bool = False
     ) -> str:
         text = ast.unparse(function)
         if decorates and isinstance(function, ast.Attribute) and function.attr in _OF_PROPERTIES:
@@ -283,7 +283,7 @@ class Changes:
                 return found
         return ""
 
-    def _foreign(self, dotted: str, text: str, call: ast.Call | None, names: Names, *, used: bool) -> str:
+    def _foreign(self, dotted: str, text: str, call: ast.Call | None, names: ScriptNames, *, used: bool) -> str:
         top, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
         arguments = [] if call is None else call.args
         if top == "builtins" and last in ("setattr", "delattr") and len(arguments) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from hypothesis import settings
 
 from tests.support.validated import install
 
+_LAST_PRIORITY = -100
+"""That with which ``multiprocessing`` removes its directory."""
 settings.register_profile("busy machines", deadline=None)  # a timing decides no test
 settings.load_profile("busy machines")
 
@@ -46,10 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def directory_of_sockets(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes that are forked here inherit where ``multiprocessing`` has its sockets. A loader's worker with one of
     its own leaves it (``/tmp/pymp-...``) if it is told to end while its queue's thread sends its first batch."""
-    directory = util.get_temp_dir()
+    util.get_temp_dir()
     yield
-    if hasattr(request.config, "workerinput"):  # a process of xdist, which ends without its exit handlers
-        shutil.rmtree(directory, ignore_errors=True)
+    if hasattr(request.config, "workerinput"):  # a process of xdist, which may end without its exit handlers
+        util._run_finalizers(_LAST_PRIORITY)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from flashrecovery.config import CheckpointSettings, ObserveSettings, RunConfig, Timeouts, TlsSettings
+from flashrecovery.config import CheckpointSettings, ObserveSettings, RunConfig, SnapshotSettings, Timeouts, TlsSettings
 
 DOC = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 _BEGIN, _END = "<!-- begin {} -->", "<!-- end {} -->"
@@ -26,8 +26,9 @@ def table(model: type[BaseModel]) -> str:
 
 def render(text: str) -> str:
     """``text`` with its marked tables replaced by current ones."""
-    models = (RunConfig, Timeouts, CheckpointSettings, ObserveSettings, TlsSettings)
-    for name, model in zip(("run", "timeouts", "checkpoint", "observe", "tls"), models, strict=True):
+    models = (RunConfig, Timeouts, CheckpointSettings, SnapshotSettings, ObserveSettings, TlsSettings)
+    names = ("run", "timeouts", "checkpoint", "snapshots", "observe", "tls")
+    for name, model in zip(names, models, strict=True):
         begin, end = _BEGIN.format(name), _END.format(name)
         head, rest = text.split(begin)
         text = f"{head}{begin}\n\n{table(model)}\n\n{end}{rest.split(end)[1]}"

@@ -213,7 +213,14 @@ class SnapshotSettings(_Model):
 
     keep: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="auto: if each step makes copies anyway; always: even if every shard has replicas",
+        description="auto: in each step that makes copies anyway, else (every shard has replicas) from time to time; "
+        "always: in each step",
+    )
+    max_age_s: float = Field(
+        30.0,
+        gt=0,
+        description="with auto, where every shard has replicas: a snapshot is at most this many seconds old, or two "
+        "steps; more if copies would hold training up for more than a five-hundredth of the time",
     )
     linger_s: float = Field(
         60.0,

@@ -142,3 +142,24 @@ def test_more_than_parity_covers_says_so() -> None:
 
 def test_where_nothing_is_lost_nothing_is_decoded() -> None:
     assert decide(protected(4, 1), None).round.decodes == ()
+
+
+# -- snapshots that are taken seldom --------------------------------------------------------------
+
+
+def left_by_all(version: int) -> dict[int, RankRecord]:
+    """All ranks have died, and have left a snapshot of this version."""
+    records = {}
+    for rank in range(2):
+        record = records[rank] = RankRecord(rank)
+        record.inventory.needs = {"model": 100, local_state_name(rank): 5}
+        record.inventory.local_states = (version,)
+        record.inventory.take(-1, [pb.Held(kind=Kind.UNDO.value, version=version, shards=["model"])])
+    return records
+
+
+@pytest.mark.parametrize(("saved", "taken"), [(63, ""), (64, ""), (65, ""), (66, "checkpoint")])
+def test_a_checkpoint_that_is_newer_than_a_snapshot_is_taken(saved: int, taken: str) -> None:
+    """One step is done again rather than that the storage is read."""
+    decision = decide(left_by_all(64), (saved, "checkpoint"))
+    assert (decision.checkpoint, decision.round.version) == (taken, saved if taken else 64)

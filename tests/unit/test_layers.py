@@ -155,11 +155,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "service",
     ),
     "plan": (
-        "checkpoint_interval device_barrier membership model_state ownership pacing quiet_abort transitions words",
+        "checkpoint_interval device_barrier membership model_state ownership pacing quiet_abort snapshot_interval "
+        "transitions words",
         "divergence elastic estimates hang reshard restore",
         "parity strategy",
     ),
-    "redundancy": ("memory", "checkpoint parity"),
+    "redundancy": ("announcement memory", "checkpoint parity"),
     "worker": (
         "local_state transfer",
         "preimport",

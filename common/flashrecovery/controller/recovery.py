@@ -165,7 +165,7 @@ class RecoverySteps:
         if job.earlier.step == 0:
             job.notice(NoticeKind.RESUMED, f"nothing to resume in {places}: starts at step 0")
             return
-        hint = "" if folder is not None else " (with --checkpoint-dir or --snapshots always there would have been)"
+        hint = "" if folder is not None else " (--checkpoint-dir and --snapshots auto or always leave something)"
         job.fail(
             f"--resume: an earlier launch in {job.where} had come to step {job.earlier.step}, and in {places} there is "
             f"nothing to resume from{hint}; without --resume the job starts from scratch"
@@ -245,8 +245,8 @@ class RecoverySteps:
             return
         if nothing and self._parallelism.restored_from() is None:
             why = (
-                "no survivor holds any state and there is no checkpoint (what would survive that: --snapshots always, "
-                f"--checkpoint-dir); the last failure: {self._job.last_failure}"
+                "no survivor holds any state and there is no checkpoint (what would survive that: --snapshots auto or "
+                f"always, --checkpoint-dir); the last failure: {self._job.last_failure}"
             )
             self._nothing_to_go_on_from(why, now)
         else:

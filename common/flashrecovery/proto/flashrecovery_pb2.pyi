@@ -100,6 +100,7 @@ class AgentMessage(_message.Message):
     NODE_LEAVING_FIELD_NUMBER: _builtins.int
     MACHINE_SPEED_FIELD_NUMBER: _builtins.int
     NODE_STUCK_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -155,6 +156,8 @@ class AgentMessage(_message.Message):
     def machine_speed(self) -> Global___MachineSpeed: ...
     @_builtins.property
     def node_stuck(self) -> Global___NodeStuck: ...
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotTaken: ...
     def __init__(
         self,
         *,
@@ -184,12 +187,13 @@ class AgentMessage(_message.Message):
         node_leaving: Global___NodeLeaving | None = ...,
         machine_speed: Global___MachineSpeed | None = ...,
         node_stuck: Global___NodeStuck | None = ...,
+        snapshot: Global___SnapshotTaken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "node_stuck", b"node_stuck", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "node_stuck", b"node_stuck", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "snapshot", b"snapshot", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "node_stuck", b"node_stuck", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "node_stuck", b"node_stuck", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "snapshot", b"snapshot", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "node_leaving", "machine_speed", "node_stuck"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "node_leaving", "machine_speed", "node_stuck", "snapshot"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1550,6 +1554,7 @@ class Joined(_message.Message):
     INNER_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    TAKES_SNAPSHOTS_FIELD_NUMBER: _builtins.int
     USES_DEVICE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
@@ -1577,6 +1582,8 @@ class Joined(_message.Message):
     inner: _builtins.int
     facts: _builtins.str
     """of a job that may change its layout: plan/strategy/relayout.py, LayoutFacts, as JSON; the same on all"""
+    takes_snapshots: _builtins.bool
+    """of the versions that TakeSnapshot names"""
     uses_device: _builtins.bool
     """this process uses an accelerator, between which restored tensors may travel"""
     @_builtins.property
@@ -1617,11 +1624,12 @@ class Joined(_message.Message):
         inner: _builtins.int = ...,
         facts: _builtins.str = ...,
         backends: _abc.Iterable[Global___GroupBackend] | None = ...,
+        takes_snapshots: _builtins.bool = ...,
         uses_device: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_step_s", b"hang_step_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps", "uses_device", b"uses_device"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "batches", b"batches", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoints", b"checkpoints", "each", b"each", "facts", b"facts", "generation", b"generation", "hang_step_s", b"hang_step_s", "held", b"held", "in_snapshots", b"in_snapshots", "inner", b"inner", "needs", b"needs", "outline", b"outline", "parity", b"parity", "rank", b"rank", "replicas", b"replicas", "sizes", b"sizes", "start", b"start", "steps", b"steps", "takes_snapshots", b"takes_snapshots", "uses_device", b"uses_device"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1977,6 +1985,7 @@ class Command(_message.Message):
     STAGING_KEPT_FIELD_NUMBER: _builtins.int
     KEEP_LAST_FIELD_NUMBER: _builtins.int
     QUIET_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
@@ -2068,6 +2077,8 @@ class Command(_message.Message):
         """to a rank that is about to be killed"""
 
     @_builtins.property
+    def snapshot(self) -> Global___TakeSnapshot: ...
+    @_builtins.property
     def refused(self) -> Global___Refused:
         """instead of the first word: this agent cannot join, see controller/membership/admission.py"""
 
@@ -2112,13 +2123,14 @@ class Command(_message.Message):
         staging_kept: Global___StagingKept | None = ...,
         keep_last: Global___KeepLast | None = ...,
         quiet: Global___Quiet | None = ...,
+        snapshot: Global___TakeSnapshot | None = ...,
         refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_staging", b"drop_staging", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "quiet", b"quiet", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "staging", b"staging", "staging_kept", b"staging_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_staging", b"drop_staging", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "quiet", b"quiet", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "snapshot", b"snapshot", "staging", b"staging", "staging_kept", b"staging_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_staging", b"drop_staging", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "quiet", b"quiet", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "staging", b"staging", "staging_kept", b"staging_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_staging", b"drop_staging", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "quiet", b"quiet", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "snapshot", b"snapshot", "staging", b"staging", "staging_kept", b"staging_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "staging", "drop_staging", "staging_kept", "keep_last", "quiet", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "staging", "drop_staging", "staging_kept", "keep_last", "quiet", "snapshot", "refused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -3484,6 +3496,27 @@ class TakeCheckpoint(_message.Message):
 Global___TakeCheckpoint: _TypeAlias = TakeCheckpoint  # noqa: Y015
 
 @_typing.final
+class TakeSnapshot(_message.Message):
+    """Have a copy of this version outlive the processes of the job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeSnapshot: _TypeAlias = TakeSnapshot  # noqa: Y015
+
+@_typing.final
 class Warm(_message.Message):
     """---- agent -> worker only -----------------------------------------------------------------------
 
@@ -3781,6 +3814,7 @@ class FromWorker(_message.Message):
     HANG_REPORT_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     STAGING_WANTED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def warmed(self) -> Global___Warmed: ...
     @_builtins.property
@@ -3803,6 +3837,8 @@ class FromWorker(_message.Message):
     def paused(self) -> Global___Paused: ...
     @_builtins.property
     def staging_wanted(self) -> Global___StagingWanted: ...
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotTaken: ...
     def __init__(
         self,
         *,
@@ -3817,16 +3853,38 @@ class FromWorker(_message.Message):
         hang_report: Global___HangReport | None = ...,
         paused: Global___Paused | None = ...,
         staging_wanted: Global___StagingWanted | None = ...,
+        snapshot: Global___SnapshotTaken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "staging_wanted", b"staging_wanted", "warmed", b"warmed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "snapshot", b"snapshot", "staging_wanted", b"staging_wanted", "warmed", b"warmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "staging_wanted", b"staging_wanted", "warmed", b"warmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "snapshot", b"snapshot", "staging_wanted", b"staging_wanted", "warmed", b"warmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report", "paused", "staging_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report", "paused", "staging_wanted", "snapshot"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
+
+@_typing.final
+class SnapshotTaken(_message.Message):
+    """Training has waited for so long for its copy that is part of a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    waited_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        waited_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["waited_s", b"waited_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotTaken: _TypeAlias = SnapshotTaken  # noqa: Y015
 
 @_typing.final
 class StagingWanted(_message.Message):

@@ -41,6 +41,7 @@ class Worker:
         adapter_for: for a registered model and its optimizers.
         module_adapter_for: for a module without any.
         announce_checkpoint: called by the control thread with a version that is to be saved, generation and launch.
+        announce_snapshot: the same with one that is to outlive the job's processes, and generation.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Worker:
         adapter_for: AdapterFactory,
         module_adapter_for: ModuleAdapterFactory,
         announce_checkpoint: Callable[[int, int, str], None],
+        announce_snapshot: Callable[[int, int], None],
     ) -> None:
         self.connection = connection
         self.settings = settings
@@ -72,6 +74,7 @@ class Worker:
             self.device,
             self.faults.arm,
             announce_checkpoint,
+            announce_snapshot,
             self.registry.habits.hear,
             self.registry.is_reading,
         )

@@ -142,6 +142,7 @@ class RecoveryExecutor:
             backends=_group_backends(),
             uses_device=worker.device.runs_behind,
             in_snapshots=self._loop.copies.in_snapshots,
+            takes_snapshots=self._loop.copies.takes_snapshots,
             parity=self._loop.copies.parity(-1),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
             batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),

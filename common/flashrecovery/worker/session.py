@@ -47,7 +47,9 @@ class Session:
         self._loop: Loop | None = None
         self._notice = LeavingNotice(connection.page)
         naming.by_model_rank(settings.elastic is not None)
-        self._worker = Worker(connection, settings, adapter_for, module_adapter_for, self._announce_checkpoint)
+        self._worker = Worker(
+            connection, settings, adapter_for, module_adapter_for, self._announce_checkpoint, self._announce_snapshot
+        )
         goes_on = connection.detached or settings.resume
         self._oldest_found = published.oldest(settings.checkpoint.dir) if goes_on and self.has_checkpoints else 0
 
@@ -201,6 +203,7 @@ class Session:
             self._checkpoint_failed,
             on_kept,
             lambda text: worker.notice(NoticeKind.REDUNDANCY, text),
+            self._snapshot_taken,
         )
         self._loop = Loop(worker, copies, own_calls=own_calls, own_loops=num_steps is None and not own_calls)
         self._loop.adopt_own(all_equal.union(copies.left_own()))
@@ -233,6 +236,15 @@ class Session:
         """Called by the control thread with a version that is to be saved, and in which generation of which launch."""
         if self._loop is not None and self._loop.copies.checkpoint is not None:
             self._loop.copies.checkpoint.announce(version, generation, launch)
+
+    def _announce_snapshot(self, version: int, generation: int) -> None:
+        """The same with a version that is to outlive the processes of the job."""
+        if self._loop is not None:
+            self._loop.copies.announce_snapshot(version, generation)
+
+    def _snapshot_taken(self, waited_s: float) -> None:
+        if self._worker.rank == 0:  # the others have waited as long, or for others
+            self._worker.send(pb.FromWorker(snapshot=pb.SnapshotTaken(waited_s=waited_s)))
 
     def _checkpoint_published(self, saved: writer.Published) -> None:
         message = pb.CheckpointSaved(

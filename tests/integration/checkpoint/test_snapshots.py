@@ -91,6 +91,57 @@ def test_all_ranks_die_at_once(
     assert {v for e in job.of("recovery_finished") for v in e["victims"]} == {0, 1, 2, 3}, job.explain()
 
 
+OFTEN = {"snapshots": {"max_age_s": 0.4}}
+ONCE = {"snapshots": {"max_age_s": 1000.0}}
+"""At the start."""
+
+
+def check_gone_back(job: Job, reference: Job, killed_at: int) -> int:
+    """All steps after a snapshot were done again, and alike. Returns the first of them."""
+    assert job.code == 0 and job.digests == reference.digests, job.explain()
+    again = job.of("recovery_finished")[-1]["resume_step"]
+    assert 0 < again <= killed_at, job.explain()
+    check_clean(job)
+    return int(again)
+
+
+@pytest.mark.parametrize("layout", [DDP, pytest.param(HSDP, marks=pytest.mark.grid)], ids=lambda one: one.name)
+def test_all_replicas_die_at_once(layout: Layout, tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """No step makes copies, and snapshots are taken from time to time."""
+    running = start(tmp_path / "run", layout, OFTEN, flags=["--step-time", "100"])
+    for count, step in enumerate((8, 30), 1):
+        running.wait_for_step(step)
+        running.kill(0, 1, 2, 3)
+        running.wait_for("recovery_finished", count=count)
+    job = running.wait()
+    assert check_gone_back(job, reference(layout), 30) > job.of("recovery_finished")[0]["resume_step"], job.explain()
+
+
+@pytest.mark.grid
+def test_replicas_and_the_launcher_die_at_once(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    running = start(tmp_path / "run", DDP, OFTEN, flags=["--step-time", "100"])
+    running.wait_for_step(20)
+    kill_everything(running)
+    running.wait()
+    job = start(tmp_path / "run", DDP, OFTEN, "--resume").wait()
+    (version,) = job.gone_on_from_snapshots()
+    assert 0 < version <= 21 and job.code == 0 and job.digests == reference(DDP).digests, job.explain()
+    check_clean(job)
+
+
+@pytest.mark.grid
+def test_all_replicas_of_a_shard_die_at_once(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
+    """The others have gone on, and cannot go back so far: the job ends, and its next launch goes on."""
+    running = start(tmp_path / "run", HSDP, ONCE, flags=["--step-time", "200"])
+    running.wait_for_step(20)
+    running.kill(0, 2)
+    job = running.wait()
+    assert job.code == 1 and "--resume goes on from there" in job.output, job.explain()
+    job = start(tmp_path / "run", HSDP, ONCE, "--resume").wait()
+    (version,) = job.gone_on_from_snapshots()
+    assert 0 < version <= 21 and job.code == 0 and job.digests == reference(HSDP).digests, job.explain()
+
+
 def test_a_rank_and_the_one_that_keeps_its_copies_die_at_once(
     tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:

@@ -72,6 +72,8 @@ class WorkerMessages:
                 self._looks.answered(process, message.hang_report)
             case "checkpoint":
                 self._on_checkpoint(message.checkpoint)
+            case "snapshot":
+                self._send(pb.AgentMessage(snapshot=message.snapshot))
             case "notice":
                 self._on_notice(message.notice)
             case "staging_wanted":

@@ -1,4 +1,5 @@
-"""When the ranks save a checkpoint: the controller names the version, far enough ahead that all hear it in time."""
+"""When the ranks save a checkpoint, or take a snapshot: the controller names the version, far enough ahead that all
+hear it in time."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Literal
 from flashrecovery.config import CheckpointSettings
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.plan.checkpoint_interval import CheckpointSchedule
+from flashrecovery.plan.snapshot_interval import SnapshotSchedule
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -54,3 +56,27 @@ class Checkpoints:
         if version is None:
             return []
         return [pb.Command(rank=r.rank, checkpoint=pb.TakeCheckpoint(version=version, launch=launch)) for r in ranks]
+
+
+class Snapshots:
+    """The snapshots of a job in which not every step makes one."""
+
+    def __init__(self, max_age_s: float) -> None:
+        self._schedule = SnapshotSchedule(max_age_s)
+
+    def taken(self, message: pb.SnapshotTaken) -> None:
+        """A rank has its part of one."""
+        self._schedule.taken(message.waited_s)
+
+    def recovered(self) -> None:
+        """A version that has been announced may never come."""
+        self._schedule.recovered()
+
+    def announce(self, ranks: Collection[RankRecord], now: float) -> list[pb.Command]:
+        """What to tell each rank now, while all are training; mostly nothing."""
+        if not self._schedule.is_due(now) or not all(r.takes_snapshots for r in ranks):
+            return []
+        version = self._schedule.announce(max(r.committed for r in ranks), max(r.health.step_s for r in ranks), now=now)
+        if version is None:
+            return []
+        return [pb.Command(rank=r.rank, snapshot=pb.TakeSnapshot(version=version)) for r in ranks]

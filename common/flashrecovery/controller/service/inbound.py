@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from flashrecovery import events as ev
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.service.checkpoints import Checkpoints
+from flashrecovery.controller.service.checkpoints import Checkpoints, Snapshots
 from flashrecovery.controller.service.connections import Connections
 from flashrecovery.controller.service.elector_set import ElectorSet
 from flashrecovery.controller.service.heartbeats import ControllerHeartbeats
@@ -36,6 +36,7 @@ class Inbound:
         elector_set: ElectorSet,
         heartbeats: ControllerHeartbeats,
         checkpoints: Checkpoints,
+        snapshots: Snapshots,
         record: Callable[[ev.Event], None],
     ) -> None:
         self._machine = machine
@@ -44,6 +45,7 @@ class Inbound:
         self._elector_set = elector_set
         self._own_heartbeats = heartbeats
         self._checkpoints = checkpoints
+        self._snapshots = snapshots
         self._record = record
         self._standbys: dict[str, tuple[int, int]] = {}
         self._modules: pb.Modules | None = None
@@ -89,6 +91,8 @@ class Inbound:
                 self._machine.on_node_stuck(node, message.node_stuck.evidence, now)
             case "checkpoint":
                 self._on_checkpoint(message.checkpoint)
+            case "snapshot":
+                self._snapshots.taken(message.snapshot)
             case "standby":
                 self._on_standby(message.standby, node)
             case "machine_speed":

@@ -12,7 +12,7 @@ from typing import TypeGuard
 from flashrecovery import events as ev
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.service.batches import Batches
-from flashrecovery.controller.service.checkpoints import Checkpoints
+from flashrecovery.controller.service.checkpoints import Checkpoints, Snapshots
 from flashrecovery.controller.service.connections import Connections
 from flashrecovery.controller.service.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.service.rank_table_publisher import RankTablePublisher
@@ -38,6 +38,7 @@ class Receivers:
     tables: RankTablePublisher
     drills: FaultDrills
     checkpoints: Checkpoints
+    snapshots: Snapshots
     memory: NodeFailureLog
     numbers: GenerationFile
 
@@ -55,6 +56,7 @@ class Actions:
         self._tables = to.tables
         self._drills = to.drills
         self._checkpoints = to.checkpoints
+        self._snapshots = to.snapshots
         self._memory = to.memory
         self._numbers = to.numbers
         self._record = record
@@ -91,6 +93,7 @@ class Actions:
                     _keep_what_there_is()
                 elif isinstance(action.event, ev.RecoveryStarted):
                     self._checkpoints.recovered()
+                    self._snapshots.recovered()
                 elif isinstance(action.event, ev.RecoveryFinished):
                     _keep_what_there_is()
             elif isinstance(action, Blame):

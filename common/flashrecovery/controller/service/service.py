@@ -18,7 +18,7 @@ import grpc
 from flashrecovery import events as ev
 from flashrecovery.config import FaultSpec, RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.service.checkpoints import Checkpoints
+from flashrecovery.controller.service.checkpoints import Checkpoints, Snapshots
 from flashrecovery.controller.service.connections import AgentConnection, Connections
 from flashrecovery.controller.service.console import Console
 from flashrecovery.controller.service.elector_set import ElectorSet
@@ -119,6 +119,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._drills = FaultDrills(config.most_ranks)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
+        self._snapshots = Snapshots(config.snapshots.max_age_s)
         self._memory = NodeFailureLog(marks, str(run_dir.path.absolute()), self._rated, self._no_memory)
         self._numbers = GenerationFile(
             run_dir.path if config.several_nodes else None, home or run_dir.path, self._not_written_down
@@ -134,6 +135,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._elector_set,
             self._own_heartbeats,
             self._checkpoints,
+            self._snapshots,
             self._record,
         )
         receivers = Receivers(
@@ -142,6 +144,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._tables,
             self._drills,
             self._checkpoints,
+            self._snapshots,
             self._memory,
             self._numbers,
         )
@@ -380,7 +383,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self._elector_set.may_decide(lease_now):
             self._look_for_the_silent(lease_now, now)
             self.machine.on_tick(now)
-            self._announce_checkpoint(now)
+            self._announce_versions(now)
             self._spread_out(now)
             self.act()
             if self._elector_set.changed():
@@ -422,13 +425,15 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             through = pb.GoThrough(node=relay, peer=self.machine.job.nodes[relay].peer)
             self._agents.post(node, pb.Command(rank=AGENT, go_through=through))
 
-    def _announce_checkpoint(self, now: float) -> None:
-        """Have every rank save a version, if it is time."""
+    def _announce_versions(self, now: float) -> None:
+        """Have every rank save a version, or take a snapshot, if it is time."""
         if self.machine.drain.take_save_wanted():
             self._checkpoints.hurry()
         job = self.machine.job
         if job.state is State.RUNNING:
-            for command in self._checkpoints.announce(job.ranks.values(), job.launch, now):
+            ranks = job.ranks.values()
+            wanted = self._checkpoints.announce(ranks, job.launch, now) + self._snapshots.announce(ranks, now)
+            for command in wanted:
                 command.generation = job.generation
                 self._agents.post(job.ranks[command.rank].home, command)
 

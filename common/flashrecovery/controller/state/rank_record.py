@@ -139,6 +139,7 @@ class RankRecord:
             reported this.
         ended: the number of calls after which its script ended; 0: it has not ended, or takes steps.
         in_snapshots: its copies outlive the processes of the job.
+        takes_snapshots: of the versions that are announced.
         checkpoints: it has a directory for them.
         shape: which ranks make up the replicas of an elastic job; None: it has not said.
         sizes: the numbers of replicas with which an elastic job can go on; empty: all.
@@ -162,6 +163,7 @@ class RankRecord:
     steps: int | None = None
     ended: int = 0
     in_snapshots: bool = False
+    takes_snapshots: bool = False
     checkpoints: bool = False
     shape: ReplicaShape | None = None
     sizes: frozenset[int] = frozenset()
@@ -298,6 +300,7 @@ class RankRecord:
         self.steps, self.ended = message.steps, 0
         self.hang_step_s = message.hang_step_s
         self.in_snapshots = message.in_snapshots
+        self.takes_snapshots = message.takes_snapshots
         self.checkpoints = message.checkpoints
         self.sizes = frozenset(message.sizes)
         self.shape = _shape_said(message) or self.shape

@@ -211,6 +211,9 @@ def decide(
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
         return Decision.from_checkpoint(checkpoint, records, reason)
+    if checkpoint is not None and checkpoint[0] > cut.version + 1:  # no rank lives, and snapshots are taken seldom
+        reason = f"what is left in memory is of version {cut.version}"
+        return Decision.from_checkpoint(checkpoint, records, reason)
     decision = _from_memory(cut, records, parity, alike=alike)
     if layout and sorted(layout) != sorted(records):
         serving = custody(left, records.values(), cut.version)

@@ -35,6 +35,7 @@ import torch
 from flashrecovery.errors import ConfigError, FlashRecoveryError
 from flashrecovery.plan.elastic.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.reshard.rules import TensorRule, shards_at
+from flashrecovery.redundancy.announcement import Announcement
 from flashrecovery.redundancy.checkpoint import blocks
 from flashrecovery.redundancy.checkpoint.dcp import join_parts, write_part
 from flashrecovery.redundancy.checkpoint.host_copies import HostCopies, LaterCopies
@@ -136,7 +137,7 @@ class CheckpointFallback:
         self._on_published = on_published
         self._on_error = on_error
         self._background = Background("flashrecovery-checkpoint")
-        self._announced: tuple[int, int] | None = None
+        self._announcement = Announcement()
         self._launch = ""
         self._written: deque[int] = deque(maxlen=_MAY_BE_SLOW)
         self.oldest = 0
@@ -156,31 +157,24 @@ class CheckpointFallback:
         directory.
         """
         self._launch = launch
-        self._announced = version, generation
+        self._announcement.hear(version, generation)
 
     @property
     def announced(self) -> int | None:
         """The version of which the next checkpoint is to be; None if it has not been announced yet."""
-        return None if self._announced is None else self._announced[0]
+        return self._announcement.version
 
     def resize(self, rank: int, shape: ReplicaShape) -> None:
         """From the next checkpoint on this is ``rank`` of a job of this shape."""
         self._rank, self._shape = rank, shape
 
     def withdraw(self, generation: int) -> None:
-        """Training goes on in ``generation``: not every rank knows of what was announced in an earlier one. What has
-        been announced in this one counts, although it has come here before the news of it."""
-        announced = self._announced
-        if announced is not None and announced[1] < generation:
-            self._announced = None
+        """See :meth:`.announcement.Announcement.withdraw`."""
+        self._announcement.withdraw(generation)
 
     def due(self, version: int) -> bool:
         """True if ``version`` is the announced one and no earlier checkpoint is still being written."""
-        announced = self.announced
-        if announced is None or announced > version:
-            return False
-        self._announced = None
-        return announced == version and not self._background.busy
+        return self._announcement.take(version) and not self._background.busy
 
     def commit(
         self,

@@ -96,6 +96,7 @@ class Control:
         device: DeviceClock,
         on_fault: Callable[[pb.Fault], None],
         on_checkpoint: Callable[[int, int, str], None],
+        on_snapshot: Callable[[int, int], None],
         on_keep_undo: Callable[[int], None],
         is_reading: Callable[[], bool],
     ) -> None:
@@ -113,6 +114,7 @@ class Control:
             "ping": self._answer,
             "fault": lambda command: on_fault(command.fault),
             "checkpoint": lambda c: on_checkpoint(c.checkpoint.version, c.generation, c.checkpoint.launch),
+            "snapshot": lambda command: on_snapshot(command.snapshot.version, command.generation),
             "pause": self._pause,
             "keep_undo": lambda command: on_keep_undo(command.keep_undo.step),
         }

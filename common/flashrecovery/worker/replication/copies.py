@@ -46,9 +46,10 @@ from flashrecovery.worker.replication.policy import (
     decide,
     facts_of,
     placement,
+    ranks_of_node,
     refuse_settings,
 )
-from flashrecovery.worker.replication.snapshots import RankSnapshots
+from flashrecovery.worker.replication.snapshots import AnnouncedSnapshots, RankSnapshots
 
 if TYPE_CHECKING:
     from flashrecovery.redundancy.parity.copies import ParityCopies
@@ -69,10 +70,11 @@ class Copies:
         on_error: Callable[[BaseException], None],
         on_kept: Callable[[int], None],
         on_risk: Callable[[str], None],
+        on_snapshot: Callable[[float], None],
     ) -> None:
         """``on_kept`` is called with the newest version that is kept completely for another rank (-1: none).
         ``on_risk`` is called with a text if something is protected less well than reported at the start. Both may be
-        called from any thread.
+        called from any thread. ``on_snapshot``: see :class:`.snapshots.AnnouncedSnapshots`.
 
         Raises UnsupportedError if copies are asked for where there is one rank only, ``redundancy: replica`` where a
         shard has no replica, or parity where the nodes do not allow it; ConfigError if there is not enough host
@@ -104,9 +106,14 @@ class Copies:
         self._own = OwnCopies(registry, look, settings.pre_step_copy)
         auto = settings.snapshots.keep == "auto"
         always = settings.snapshots.keep == "always" or (auto and survival.gpus_take_replicas(registry, settings))
-        if always and keep is not None and not self._own_copies:
+        of_one_shape = settings.elastic is None and settings.parallelism is None
+        if keep is not None and not self._own_copies and (always or (auto and of_one_shape)):
             part = _part_of_snapshot(registry)
-            self._own.keep_snapshot(PreStepCopy(part, share=True, look=look, same=structure_watch, keep=keep))
+            copies = PreStepCopy(part, share=True, look=look, same=structure_watch, keep=keep)
+            if always:
+                self._own.keep_snapshot(copies)
+            else:
+                self._own.take_snapshots(AnnouncedSnapshots(copies, on_snapshot, on_risk, ranks_of_node()))
         if self._own.always:
             self.enable_undo()
         self._fallback = FallbackCheckpoints(registry, settings, on_published, on_error)
@@ -176,9 +183,15 @@ class Copies:
         if self._own.snapshot is None:
             return "snapshots: the own copies outlive all processes of the job, and cost nothing besides"
         sizes = [s.spec().nbytes for s in self._own.snapshot.shards]
-        return (
+        text = (
             f"snapshots: host memory 2 x {sum(sizes) / 1e6:.1f} MB for this rank's part of the state, which outlives "
-            "all processes of the job"
+        )
+        if self._own.announced is None:
+            return f"{text}all processes of the job"
+        age_s = self._settings.snapshots.max_age_s
+        return (
+            f"{text}all processes of the job; taken so often that it is at most {age_s:g} s old (snapshots.max_age_s), "
+            "or two steps. If all ranks die at once, the job goes back to it"
         )
 
     def _describe_copies(self) -> str:
@@ -198,7 +211,7 @@ class Copies:
             f"replicas: every shard lives on several ranks ({_COMPARED}); no memory cost; survives the loss of all but "
             "one of these"
         )
-        return text if self.in_snapshots else f"{text}; not of all ranks at once (--snapshots always, or a checkpoint)"
+        return text if self.in_snapshots else f"{text}; not of all ranks at once (only a checkpoint does, or snapshots)"
 
     # -- each step --------------------------------------------------------------------------------
 
@@ -224,7 +237,17 @@ class Copies:
     @property
     def in_every_step(self) -> bool:
         """Copies are made in every step, on every rank, which :meth:`wait` waits for."""
-        return self._own_copies or self._own.snapshot is not None
+        return self._every_step is not None
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Of the versions that are announced."""
+        return self._own.announced is not None
+
+    def announce_snapshot(self, version: int, generation: int) -> None:
+        """Take a snapshot when ``version`` is committed in ``generation``. Any thread."""
+        if (announced := self._own.announced) is not None:
+            announced.announcement.hear(version, generation)
 
     @property
     def in_snapshots(self) -> bool:
@@ -267,8 +290,7 @@ class Copies:
     def before_mutation(self, version: int, *, touched: bool = False) -> None:
         """``version`` may be overwritten after this. ``touched``: it has been, in part, since it was yielded, and an
         own copy that is made only now would not be one of ``version``."""
-        if self._own.snapshot is not None:
-            self._own.snapshot.before_mutation()
+        self._own.finish_snapshot()
         if self._peers is not None and not self.local_states_only:
             self._peers.before_mutation()
         else:
@@ -351,6 +373,8 @@ class Copies:
             self._members = None
         if self.checkpoint is not None:
             self.checkpoint.withdraw(generation)
+        if self._own.announced is not None:
+            self._own.announced.announcement.withdraw(generation)
         if self._peers is not None:
             self._peers.reset(generation, version)
         self._own.reset(version)
@@ -409,7 +433,9 @@ class Copies:
     @property
     def _every_step(self) -> PreStepCopy | None:
         """Makes a copy, in every step, of at least what this rank writes to checkpoints."""
-        return self._peers.undo if self._own_copies and self._peers is not None else self._own.snapshot
+        if self._own_copies and self._peers is not None:
+            return self._peers.undo
+        return self._own.snapshot if self._own.announced is None else None
 
     @property
     def _kept(self) -> PreStepCopy | None:
@@ -417,7 +443,7 @@ class Copies:
         snapshots = self._snapshots
         if snapshots.outliving is None or snapshots.given_up or self._policy.ring_of_each_size:
             return None
-        return self._every_step
+        return self._every_step or self._own.snapshot
 
     @property
     def keeps_undo(self) -> bool:

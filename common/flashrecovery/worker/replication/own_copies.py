@@ -14,6 +14,7 @@ from flashrecovery.redundancy.memory.own_copy import ChangeCounter, PreStepCopy
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker.local_state.version_counters import structure_watch
 from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.replication.snapshots import AnnouncedSnapshots
 
 
 class OwnCopies:
@@ -24,6 +25,7 @@ class OwnCopies:
     Attributes:
         undo: makes the pre-step copy. None: none is kept, or another copy is one.
         snapshot: makes a copy of this rank's part of a snapshot, in every step.
+        announced: or of versions that are announced.
     """
 
     def __init__(self, registry: Registry, look: ChangeCounter | None, setting: str) -> None:
@@ -32,6 +34,7 @@ class OwnCopies:
         self.always = setting == "always"
         self.undo: PreStepCopy | None = None
         self.snapshot: PreStepCopy | None = None
+        self.announced: AnnouncedSnapshots | None = None
         # what was kept before shards turned out to be each rank's own, for a step
         self._before: PreStepCopy | None = None
         self._until = 0  # the version from which on that is no longer needed
@@ -50,6 +53,10 @@ class OwnCopies:
         """Have this make a copy in every step, besides the others."""
         self.snapshot = snapshot
 
+    def take_snapshots(self, announced: AnnouncedSnapshots) -> None:
+        """Have this make a copy of each version that is announced, besides the others."""
+        self.snapshot, self.announced = announced.copies, announced
+
     def disable(self) -> None:
         """No more pre-step copies, and none of the steps before, unless they are always kept."""
         if self.undo is not None and not self.always:
@@ -63,8 +70,17 @@ class OwnCopies:
             self._before = None
         if self.undo is not None:
             self.undo.start(version)
-        if self.snapshot is not None:
+        if self.announced is not None:
+            self.announced.start(version, beside)
+        elif self.snapshot is not None:
             self.snapshot.start(version, beside(version))
+
+    def finish_snapshot(self) -> None:
+        """The live tensors may be overwritten after this: the copy of this rank's part of a snapshot is complete."""
+        if self.announced is not None:
+            self.announced.before_mutation()
+        elif self.snapshot is not None:
+            self.snapshot.before_mutation()
 
     def before_mutation(self, version: int, *, touched: bool) -> None:
         """``version`` may be overwritten after this: the pre-step copy is complete. ``touched``: it has been, in part,
@@ -89,7 +105,7 @@ class OwnCopies:
         """Another launch would not find it under the names that it knows."""
         if self.snapshot is not None:
             self.snapshot.close()
-            self.snapshot = None
+            self.snapshot = self.announced = None
 
     def _as_kept(self, names: Collection[str], shard: str, version: int) -> str | None:
         """Under which of ``names``, of an own copy of ``version``, this rank has the shard; None: under none."""

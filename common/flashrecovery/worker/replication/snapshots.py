@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.plan.ownership import turned_out_own
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.redundancy.announcement import Announcement
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.redundancy.memory.flat_buffer import Beside, Keep, Outliving
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
+from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.files import LAST, OF_PAGE, memory_name
 from flashrecovery.snapshot.memory import SharedMemory
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.exit.last_copy import LastCopy
 from flashrecovery.worker.registry import Registry
+
+_VERSIONS = 2
+"""That a copy keeps."""
 
 
 class RankSnapshots:
@@ -104,6 +110,60 @@ class RankSnapshots:
     def source(self, shard: str, version: int) -> ShardSource | None:
         """The source of the shard in the last copy; None: it has no such shard."""
         return None if self._last is None else self._last.source(shard, version)
+
+
+class AnnouncedSnapshots:
+    """This rank's parts of the snapshots that the controller announces, where not every step makes copies.
+
+    Args:
+        copies: makes them.
+        on_taken: called when a copy is complete, with the seconds that training has waited for it.
+        on_risk: called with a text if there will be none.
+        ranks_of_node: that copy as much as this one.
+    """
+
+    def __init__(
+        self,
+        copies: PreStepCopy,
+        on_taken: Callable[[float], None],
+        on_risk: Callable[[str], None],
+        ranks_of_node: int,
+    ) -> None:
+        self.copies = copies
+        self.announcement = Announcement()
+        self._on_taken, self._on_risk, self._ranks_of_node = on_taken, on_risk, ranks_of_node
+        self._fits: bool | None = None  # not known before the optimizer has its state
+        self._under_way = False
+
+    def start(self, version: int, beside: Callable[[int], Beside]) -> None:
+        """The live state is ``version``: begin to copy it, if it is the announced one."""
+        if not self.announcement.take(version):
+            return
+        if self._fits is None:
+            self._fits = self._fit_into_memory()
+        if self._fits:
+            self._under_way = True
+            self.copies.start(version, beside(version))
+
+    def _fit_into_memory(self) -> bool:
+        """A job is not refused for them, and half of what there is stays free."""
+        needed = _VERSIONS * self._ranks_of_node * sum(shard.spec().nbytes for shard in self.copies.shards)
+        there = available_memory()
+        if needed > there / 2:
+            self._on_risk(
+                f"no snapshots are taken: they need about {needed / 1e9:.1f} GB of host memory on this node, and there "
+                f"are {there / 1e9:.1f} GB, of which half is to stay free. Should all ranks die at once, only a "
+                "checkpoint helps (--checkpoint-dir; snapshots.keep: never ends this notice)"
+            )
+        return needed <= there / 2
+
+    def before_mutation(self) -> None:
+        """Returns when the live tensors may be changed."""
+        if self._under_way:
+            began = time.monotonic()
+            self.copies.before_mutation()
+            self._under_way = False
+            self._on_taken(time.monotonic() - began)
 
 
 def _part_among(registry: Registry, holders: Collection[int]) -> list[Shard]:

@@ -186,7 +186,7 @@ def test_a_module_is_interrupted_by_a_stop_unless_it_runs_while_data_is_read() -
     gate = Gate(page, on_interrupt=lambda: interruptions.append(None))
     gate.initialised()
     reading = [True]
-    control = Control(MagicMock(), gate, *[MagicMock()] * 5, is_reading=lambda: reading[0])  # type: ignore[arg-type]
+    control = Control(MagicMock(), gate, *[MagicMock()] * 6, is_reading=lambda: reading[0])  # type: ignore[arg-type]
     module = torch.nn.Identity()
     try:
         gate.resume(0, 0)

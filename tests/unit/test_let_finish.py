@@ -43,7 +43,7 @@ def waited_s(*, runs_behind: bool, step_s: float = 0.0, blocked_s: float = 0.0, 
     device: Any = SimpleNamespace(runs_behind=runs_behind, blocked_s=blocked_s)
     limits: Any = SimpleNamespace(mutation_blocked_s=BLOCKED_S)
     nothing: Any = None
-    control = Control(nothing, gate, limits, device, nothing, nothing, nothing, nothing)
+    control = Control(nothing, gate, limits, device, *[nothing] * 5)
     control._let_finish(GRACE_S)
     return time.monotonic() - began
 
@@ -97,7 +97,7 @@ def test_communication_is_given_up_when_it_has_finished(
     gate.step_s = 0.0
     device, limits = SimpleNamespace(runs_behind=True, blocked_s=0.0), SimpleNamespace(mutation_blocked_s=BLOCKED_S)
     monkeypatch.setattr(groups, "abandon", lambda reason: finishing_when_given_up.append(gate.finishing))
-    control: Any = Control(MagicMock(), gate, limits, device, *[MagicMock()] * 4)  # type: ignore[arg-type]
+    control: Any = Control(MagicMock(), gate, limits, device, *[MagicMock()] * 5)  # type: ignore[arg-type]
     control._stop(pb.Command(generation=1, stop=pb.Stop(finish_to=3, mutation_grace_s=GRACE_S)))
     assert finishing_when_given_up == ([True, False] if waits_in_barrier else [False])
     control.resumed()

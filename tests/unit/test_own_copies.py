@@ -37,7 +37,7 @@ def _copies(weights: Weights) -> Copies:
     registry.unique_shards.return_value, registry.tensor_shards.return_value = [weights], [weights]
     settings.redundancy, settings.pre_step_copy, settings.checkpoint.dir = "none", "always", None
     settings.timeouts.drain_s = 10.0
-    return Copies(registry, settings, MagicMock(), MagicMock(), MagicMock(), MagicMock())
+    return Copies(registry, settings, *[MagicMock()] * 5)
 
 
 def test_it_is_begun_at_the_hand_out_and_not_when_the_mutation_is_about_to_begin() -> None:

@@ -108,7 +108,7 @@ def test_state_that_one_node_has_alone_is_refused_before_anything_is_kept(monkey
     monkeypatch.setattr(policy, "anywhere", lambda here: here)
     monkeypatch.setattr(policy, "choice", lambda *_: pytest.fail("it was asked for a choice"))
     with pytest.raises(UnsupportedError, match="one node has all that there is of some state"):
-        copies.Copies(registry, settings, *[lambda *_: None] * 4)
+        copies.Copies(registry, settings, *[lambda *_: None] * 5)
 
 
 # -- the controller -----------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_copies_on_the_owners_node_are_refused(
     monkeypatch.setattr(policy, "choice", allowed)
     settings = Settings.model_validate({"elastic": {"min": 1, "max": max(shape.replicas, 2)}})
     with pytest.raises(UnsupportedError if refused else StopIteration, match=refused or None):
-        copies.Copies(of_rank, settings, *[lambda *_: None] * 4)
+        copies.Copies(of_rank, settings, *[lambda *_: None] * 5)
 
 
 @pytest.mark.parametrize(("size", "refused"), [(3, False), (6, True), (2, True)])

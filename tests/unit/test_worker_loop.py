@@ -217,7 +217,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Any:
     worker = MagicMock(rank=1)
     worker.registry.habits = StepProfile(own=["declared"])
     settings = SimpleNamespace(elastic=None, parallelism=None)
-    parts = dict.fromkeys(("_checkpoint_published", "_checkpoint_failed"))
+    parts = dict.fromkeys(("_checkpoint_published", "_checkpoint_failed", "_snapshot_taken"))
     return SimpleNamespace(_loop=None, _worker=worker, registry=worker.registry, settings=settings, **parts)
 
 

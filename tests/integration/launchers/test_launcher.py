@@ -478,7 +478,8 @@ def test_ctrl_c_in_the_first_moment_of_a_launch_ends_it_in_order(tmp_path: Path)
 
 
 def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
-    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
+    options = ["--snapshots", "never"]  # a snapshot waits for the next launch
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1, options=options)
     job.wait_for("standby_ready")
     job.popen.kill()
     ended = job.wait()
@@ -489,7 +490,8 @@ def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
 
 
 def test_all_ranks_killed_at_once_is_a_clear_error(tmp_path: Path) -> None:
-    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=0)
+    options = ["--snapshots", "never"]
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=0, options=options)
     job.wait_for("job_started")
     job.wait_until_committed(2)
     for pid in job.ranks().values():

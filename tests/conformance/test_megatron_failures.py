@@ -90,7 +90,7 @@ def test_a_router_that_balances_by_quantiles(tmp_path: Path) -> None:
 
 def _killed_at_once(run_dir: Path, layout: Layout, victims: tuple[int, ...]) -> Job:
     """From outside: of injected faults one may come after the other."""
-    running = mg.start(run_dir, layout, standby=2, flags=SLOW)
+    running = mg.start(run_dir, layout, standby=2, flags=SLOW, options=["--snapshots", "never"])
     running.wait_for_step(4, mg.TIMEOUT_S)
     running.kill(*victims)
     return running.wait(mg.TIMEOUT_S)

@@ -16,7 +16,7 @@ from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.outbox import Emit, Publish, Send
 from flashrecovery.controller.state.rank_record import JoiningProcess, Place, RankRecord
 from flashrecovery.controller.state.rank_table import RankTable
-from flashrecovery.controller.state.self_check import change_laws
+from flashrecovery.controller.state.self_check import change_laws, job_laws
 from flashrecovery.errors import ProtocolError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.transitions import (
@@ -606,6 +606,18 @@ def test_a_recovery_that_contradicts_itself_fails(said: str) -> None:
     assert job.state is State.FAILED and said in job.failure_reason
     world.machine.check_before_acting()
     assert job.state is State.FAILED
+
+
+def test_a_start_from_a_damaged_checkpoint_goes_on_from_the_one_before() -> None:
+    """Nothing has been lost, so there is no recovery, and all ranks are stopped and regrouped once more."""
+    world = training()
+    job = world.machine.job
+    job.start_version = 7
+    for state in (State.QUIESCING, State.REPLACING):
+        job.state = state
+        assert not list(job_laws(job, job.generation))
+    job.start_version = 0
+    assert any("without a recovery" in law for law in job_laws(job, job.generation))
 
 
 def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:

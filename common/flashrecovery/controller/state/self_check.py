@@ -83,7 +83,8 @@ def job_laws(job: JobState, generation: int) -> Iterator[str]:
         yield f"{len(job.ranks)} ranks, of which {len(job.in_order)} are in order, are counted as {job.places}"
     if job.generation < generation:
         yield f"generation {job.generation} comes after {generation}"
-    if state in (State.QUIESCING, State.REPLACING, State.REGROUPING) and job.recovery is None:
+    restarts = job.start_version > 0  # a start from what was kept may be tried again, and nothing is lost in it
+    if state in (State.QUIESCING, State.REPLACING, State.REGROUPING) and job.recovery is None and not restarts:
         yield f"the job is {state.value} without a recovery"
     if state in (State.REGROUPING, State.RESTORING, State.VERIFYING) and job.round.restoring is None:
         yield f"the job is {state.value}, and it is not decided what is restored"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.worker.replication import snapshots
+from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.replication.snapshots import AnnouncedSnapshots
 
 
@@ -134,3 +136,24 @@ def test_where_memory_is_short_there_are_none_and_it_is_said_once(monkeypatch: p
         of_rank.copies.close()
     (said,) = risks
     assert said.startswith("no snapshots are taken: they need about")
+
+
+@pytest.mark.parametrize(("version", "has_it"), [(5, True), (6, False)])
+def test_at_the_end_a_copy_counts_only_for_its_own_version(version: int, has_it: bool) -> None:
+    """A rank that has gone on is asked for nothing that only a copy of each step would have."""
+    registry, settings = MagicMock(), MagicMock()
+    registry.world_size, registry.rank, registry.adapters = 2, 0, []
+    registry.unique_shards.return_value, registry.tensor_shards.return_value = [], [Weights()]
+    settings.elastic = settings.parallelism = settings.checkpoint.dir = None
+    settings.redundancy, settings.pre_step_copy = "none", "never"
+    made = Copies(registry, settings, *[MagicMock()] * 5)
+    of_rank = _announced([], [])
+    made._own.take_snapshots(of_rank)
+    made._snapshots = MagicMock(given_up=False)
+    of_rank.announcement.hear(5, 0)
+    of_rank.start(5, lambda _: NOTHING)
+    of_rank.before_mutation()
+    made.keep_last(version, [1], live=False)
+    kept = made._snapshots.keep_last.call_args.args[2]
+    assert kept is (of_rank.copies if has_it else None)
+    of_rank.copies.close()

@@ -146,7 +146,10 @@ class Copies:
                 return ShardSource(shard.name, shard.spec(), list(shard.tensors().values()))
             return self._own_source(shard.name, version)
 
-        self._snapshots.keep_last(version, holders, self._kept, source, self._beside(version))
+        kept = self._kept
+        if kept is not None and self._own.announced is not None and kept.slot(version) is None:
+            kept = None  # there is a copy of some versions only
+        self._snapshots.keep_last(version, holders, kept, source, self._beside(version))
 
     def save_last(self, order: pb.KeepLast, generation: int, *, live: bool) -> None:
         """The job ends: write this rank's part of a checkpoint. ``live``: as for :meth:`keep_last`. Raises

@@ -83,7 +83,7 @@ $(BIN)/.frameworks-done: $(BIN)/.setup-done
 	@touch $@
 
 # Files of jobs come first, and those of unit tests fill up the end. More workers than cores: jobs wait now and then.
-test: $(BIN)/.frameworks-done  ## set up, check the code, run the tests (about 15 minutes on two cores)
+test: $(BIN)/.frameworks-done  ## set up, check the code, run the tests (about 20 minutes on two cores)
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target setup lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 

@@ -142,6 +142,18 @@ def test_modules_that_become_others_are_left_out_and_those_that_import_them(
     assert import_trial.equal_ones(["settings"], {"settings": UNKNOWN}, importing) == []
 
 
+def test_where_too_many_import_what_is_other_the_rest_is_imported_ahead(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each trial finds one of them, and takes as long as all imports."""
+    names = [f"importer{number}" for number in range(2 * import_trial._TRIES)]
+    for name in names:
+        (folder / f"{name}.py").write_text("import settings\n")
+    told = {"settings": 1}
+    assert import_trial.equal_ones(names, told, importing) == names[import_trial._TRIES - 1 :]
+    assert "modules are imported ahead, which import some of these" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "text", ["import os\nos._exit(1)\n", "import os\nos.kill(os.getpid(), 9)\n", "raise SystemExit\n"]
 )

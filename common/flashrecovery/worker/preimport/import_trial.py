@@ -19,8 +19,8 @@ from flashrecovery.runtime.process_control import die_with_parent, redirect_outp
 from flashrecovery.worker.preimport.import_outcomes import UNKNOWN, ImportOutcomes
 from flashrecovery.worker.preimport.preimport import with_packages
 
-_TRIES = 24
-"""Trials that find a module to be another one, before nothing is imported ahead."""
+_TRIES = 6
+"""Trials that find a module to be another one. Each takes as long as the imports."""
 _LONGEST_S = 120.0
 ImportThem = Callable[[Sequence[str], Callable[[str, "BaseException | None"], None]], object]
 """Imports modules, and calls the function after each, with its name."""
@@ -49,14 +49,18 @@ def equal_ones(names: Sequence[str], outcomes: Mapping[str, int], import_them: I
     are not in ``outcomes`` were there before the workers' scripts began, or vary from worker to worker. One that varies
     from trial to trial, as by the time, is not compared.
 
-    Prints which are left out. A trial that ends in another way, or takes too long, leaves all out.
+    Prints which are left out. A trial that ends in another way, or takes too long, leaves all out. Where too many
+    import one that is other, those that are left are imported ahead, and that one with them.
     """
     left, compared = list(names), dict(outcomes)
     seen: dict[str, int] = {}  # what modules were found to be in a trial before
     for _ in range(_TRIES):
         found = _tried(left, compared, import_them) if left else _Other()
         if found is None:
-            break
+            print(
+                f"what workers have imported is left to each rank ({len(left)} modules): a trial has failed", flush=True
+            )
+            return []
         if not found.name:
             return left
         before = seen.get(found.module)
@@ -69,8 +73,8 @@ def equal_ones(names: Sequence[str], outcomes: Mapping[str, int], import_them: I
                 flush=True,
             )
             left = [one for one in left if found.name not in with_packages(one)]
-    print(f"what workers have imported is left to each rank ({len(left)} modules): no trial has ended well", flush=True)
-    return []
+    print(f"after {_TRIES} trials {len(left)} modules are imported ahead, which import some of these", flush=True)
+    return left
 
 
 def _tried(names: Sequence[str], outcomes: Mapping[str, int], import_them: ImportThem) -> _Other | None:

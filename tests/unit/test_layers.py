@@ -155,9 +155,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "service",
     ),
     "plan": (
-        "checkpoint_interval device_barrier membership model_state ownership pacing quiet_abort snapshot_interval "
-        "transitions words",
-        "divergence elastic estimates hang reshard restore",
+        "checkpoint_interval device_barrier membership model_state ownership pacing quiet_abort transitions words",
+        "divergence elastic estimates hang reshard restore snapshot_interval",
         "parity strategy",
     ),
     "redundancy": ("announcement memory", "checkpoint parity"),

@@ -45,6 +45,17 @@ def checkpoint_interval(d_seconds: float, k0_seconds: float, failures: float) ->
     return math.sqrt(2 * d_seconds * k0_seconds / failures)
 
 
+def version_ahead(newest_tag: int, step_s: float, margin_s: float) -> int:
+    """The first version that no rank reaches within ``margin_s`` seconds, nor in the step that it is in.
+
+    Args:
+        newest_tag: the highest step any rank is in.
+        step_s: the usual time of a step; 0: unknown.
+    """
+    ahead = math.ceil(margin_s / step_s) if step_s > 0 else 2
+    return newest_tag + 1 + max(1, ahead)
+
+
 class CheckpointSchedule:
     """Decides when the next checkpoint is due, and for which version. Times are seconds of one monotonic
     clock.
@@ -91,8 +102,7 @@ class CheckpointSchedule:
             # It was never published: some rank heard of it too late, or was still writing the one before.
             self._margin_s = min(2 * self._margin_s, _MAX_MARGIN_S)
         self._last, self._hurried = now, False
-        ahead = math.ceil(self._margin_s / step_s) if step_s > 0 else 2
-        self._announced = newest_tag + 1 + max(1, ahead)
+        self._announced = version_ahead(newest_tag, step_s, self._margin_s)
         return self._announced
 
     def published(self, k0_s: float, writing_s: float) -> None:

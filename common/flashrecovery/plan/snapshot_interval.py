@@ -8,7 +8,7 @@ margin is large: it costs nothing but that the snapshot is of a version a little
 
 from __future__ import annotations
 
-import math
+from flashrecovery.plan.checkpoint_interval import version_ahead
 
 MARGIN_S = 2.0
 """An announcement reaches every rank within this time."""
@@ -46,8 +46,7 @@ class SnapshotSchedule:
         """
         if not self.is_due(now) or newest_tag <= self._announced:
             return None
-        ahead = math.ceil(MARGIN_S / step_s) if step_s > 0 else 2
-        self._last, self._announced = now, newest_tag + 1 + max(1, ahead)
+        self._last, self._announced = now, version_ahead(newest_tag, step_s, MARGIN_S)
         return self._announced
 
     def taken(self, waited_s: float) -> None:

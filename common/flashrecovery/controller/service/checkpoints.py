@@ -52,7 +52,7 @@ class Checkpoints:
         """What to tell each rank of this launch now, while all are training; mostly nothing."""
         if not self._wanted or not self._schedule.is_due(now):
             return []
-        version = self._schedule.announce(max(r.committed for r in ranks), max(r.health.step_s for r in ranks), now=now)
+        version = _next_version(self._schedule, ranks, now)
         if version is None:
             return []
         return [pb.Command(rank=r.rank, checkpoint=pb.TakeCheckpoint(version=version, launch=launch)) for r in ranks]
@@ -76,7 +76,13 @@ class Snapshots:
         """What to tell each rank now, while all are training; mostly nothing."""
         if not self._schedule.is_due(now) or not all(r.takes_snapshots for r in ranks):
             return []
-        version = self._schedule.announce(max(r.committed for r in ranks), max(r.health.step_s for r in ranks), now=now)
+        version = _next_version(self._schedule, ranks, now)
         if version is None:
             return []
         return [pb.Command(rank=r.rank, snapshot=pb.TakeSnapshot(version=version)) for r in ranks]
+
+
+def _next_version(
+    schedule: CheckpointSchedule | SnapshotSchedule, ranks: Collection[RankRecord], now: float
+) -> int | None:
+    return schedule.announce(max(r.committed for r in ranks), max(r.health.step_s for r in ranks), now=now)

@@ -90,20 +90,16 @@ class _Whole(typing.NamedTuple):
 
 LONGEST = 1 << 20
 """Characters or bytes of a text in memory that is taken down."""
-_TEXT = _Whole(
-    lambda text: len(text.getvalue()),
-    lambda text: text.__getstate__()[:3],
-    lambda text, state: text.__setstate__((*state, None)),
-    io.StringIO,
-    LONGEST,
-)
-_BYTES = _Whole(
-    lambda data: len(data.getvalue()),
-    lambda data: data.__getstate__()[:2],
-    lambda data, state: data.__setstate__((*state, None)),
-    io.BytesIO,
-    LONGEST,
-)
+_IN_MEMORY = {
+    kind: _Whole(
+        lambda text: len(text.getvalue()),
+        lambda text: text.__getstate__()[:-1],  # but for its attributes
+        lambda text, state: text.__setstate__((*state, None)),
+        kind,
+        LONGEST,
+    )
+    for kind in (io.StringIO, io.BytesIO)
+}
 _NUMBER = _Whole(lambda _: 1, lambda one: one.get_obj().value, lambda one, v: setattr(one.get_obj(), "value", v))
 _ARRAY = _Whole(
     lambda a: len(a.get_obj()), lambda a: a.get_obj()[:], lambda a, v: a.get_obj().__setitem__(slice(None), v)
@@ -112,10 +108,8 @@ _ARRAY = _Whole(
 
 @functools.lru_cache(4096)
 def _whole(kind: Any) -> _Whole | None:
-    if kind in (io.StringIO, io.BytesIO):
-        return _TEXT if kind is io.StringIO else _BYTES
     if kind.__module__ != "multiprocessing.sharedctypes":
-        return None
+        return _IN_MEMORY.get(kind)
     return {"Synchronized": _NUMBER, "SynchronizedArray": _ARRAY, "SynchronizedString": _ARRAY}.get(kind.__name__)
 
 
